@@ -1,0 +1,3 @@
+"""block-mapper."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,3 @@
+"""offload-connector."""
+
+__version__ = "0.1.0"

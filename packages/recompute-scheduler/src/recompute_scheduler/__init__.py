@@ -1,0 +1,3 @@
+"""recompute-scheduler."""
+
+__version__ = "0.1.0"

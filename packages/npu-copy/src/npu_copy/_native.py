@@ -1,0 +1,68 @@
+"""The copy loop: the helper compiled from ``_blockcopy.c`` when the package was built, or the same loop in Python."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+LIBRARY = Path(__file__).with_name("_blockcopy.so")
+_ABI = 1
+
+# (regions uint64 [r, 5], runs int64 [n, 3], first item, end item, streaming); the columns are those of _blockcopy.c
+BlockCopy = Callable[[np.ndarray, np.ndarray, int, int, bool], None]
+
+
+@functools.cache
+def load_block_copy(library: Path = LIBRARY) -> tuple[BlockCopy, str]:
+    """The fastest copy loop this installation has, and its name ("native" or "memmove")."""
+    try:
+        helper = ctypes.CDLL(str(library))
+        abi = helper.blockcopy_abi()
+    except (OSError, AttributeError) as error:
+        reason = str(error)
+    else:
+        if abi == _ABI:
+            return _native(helper), "native"
+        reason = f"it has ABI {abi}, not {_ABI}"
+    logger.warning(
+        "npu_copy: no compiled copy helper (%s); small blocks are copied at a fraction of memory speed. "
+        "Reinstall with a C compiler at hand to build it.",
+        reason,
+    )
+    return memmove_blocks, "memmove"
+
+
+def _native(helper: ctypes.CDLL) -> BlockCopy:
+    # CDLL calls release the GIL, so several threads copy at once and the engine's own thread goes on.
+    function = helper.blockcopy
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_size_t] * 3, ctypes.c_int]
+    function.restype = None
+
+    def native_blocks(regions: np.ndarray, runs: np.ndarray, first: int, end: int, streaming: bool) -> None:
+        function(regions.ctypes.data, runs.ctypes.data, len(runs), first, end, streaming)
+
+    return native_blocks
+
+
+def memmove_blocks(regions: np.ndarray, runs: np.ndarray, first: int, end: int, streaming: bool) -> None:
+    """One ``ctypes.memmove`` a piece: correct everywhere, near memory speed from about 256 KiB a piece."""
+    memmove = ctypes.memmove
+    for item in range(first, end):
+        region, run = divmod(item, len(runs))
+        destination, source, destination_stride, source_stride, size = regions[region].tolist()
+        source_block, destination_block, pieces = runs[run].tolist()
+        destination += destination_block * destination_stride
+        source += source_block * source_stride
+        if source_stride == size and destination_stride == size:
+            size, pieces = size * pieces, 1
+        for _ in range(pieces):
+            memmove(destination, source, size)
+            destination += destination_stride
+            source += source_stride

@@ -1,0 +1,1 @@
+"""Prefill/decode integration: the only place that starts engines."""

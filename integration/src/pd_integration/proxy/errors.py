@@ -1,0 +1,83 @@
+"""Errors as the client sees them: an HTTP status and an OpenAI-style body, or one SSE event."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+SIDE_HEADER = "X-PD-Error-Side"
+"""Response header that names the side an error came from: `prefill`, `decode` or `proxy`."""
+
+_MAX_QUOTED_CHARS = 500
+
+
+class ProxyError(Exception):
+    """A request failed and `body` says why to the client.
+
+    `kind` is the only text fit for a log: a body may quote the prompt (vLLM's validation errors do).
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str,
+        side: str = "proxy",
+        param: str | None = None,
+        body: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(kind)
+        self.status = status
+        self.kind = kind
+        self.side = side
+        self.headers = dict(headers or {})
+        self.body = body if body is not None else error_body(status, message, param)
+
+
+class Unreachable(ProxyError):
+    """No connection to this server, nothing was sent: another one may be tried."""
+
+
+def bad_request(message: str, param: str | None = None) -> ProxyError:
+    """The client's request can't be served as it is; `param` names the field."""
+    return ProxyError(HTTPStatus.BAD_REQUEST, message, kind="bad request", param=param)
+
+
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object in the form vLLM uses it (`code` is the HTTP status)."""
+    reason = HTTPStatus(status).phrase if status in HTTPStatus._value2member_map_ else "Error"
+    return {"error": {"message": message, "type": reason.replace(" ", "") + "Error", "param": param, "code": status}}
+
+
+def from_upstream(side: str, status: int, content: bytes, headers: Mapping[str, str]) -> ProxyError:
+    """The error that an upstream server answered, status and OpenAI-style body kept."""
+    kept = {"Retry-After": headers["Retry-After"]} if "Retry-After" in headers else {}
+    if status < HTTPStatus.BAD_REQUEST:  # a redirect, say: nothing the client could use
+        message = f"the {side} server answered status {status}, which the proxy does not follow"
+        return ProxyError(HTTPStatus.BAD_GATEWAY, message, kind=f"answered status {status}", side=side)
+    try:
+        body = json.loads(content)
+    except ValueError:
+        body = None
+    kind = f"answered status {status}"
+    if isinstance(body, dict) and isinstance(body.get("error"), dict):
+        return ProxyError(status, "", kind=kind, side=side, body=body, headers=kept)
+    quoted = content[:_MAX_QUOTED_CHARS].decode("utf-8", errors="replace")
+    message = f"the {side} server answered status {status}: {quoted}"
+    return ProxyError(status, message, kind=kind, side=side, headers=kept)
+
+
+def error_from_event(side: str, error: Mapping[str, Any]) -> ProxyError:
+    """The error that an upstream stream began with; its `code` is the HTTP status that it would have had."""
+    code = error.get("code")
+    status = code if type(code) is int and 400 <= code <= 599 else int(HTTPStatus.BAD_GATEWAY)
+    return ProxyError(status, "", kind=f"its stream began with error {status}", side=side, body={"error": dict(error)})
+
+
+def as_event(error: ProxyError) -> bytes:
+    """The error as the last events of a stream, as vLLM ends one: an error object, then [DONE]."""
+    return b"data: " + json.dumps(error.body).encode() + b"\n\ndata: [DONE]\n\n"

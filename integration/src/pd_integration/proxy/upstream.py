@@ -1,0 +1,198 @@
+"""The two requests a client's request becomes, and how each can fail."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import aiohttp
+
+from pd_integration.proxy import bodies
+from pd_integration.proxy._timeout import timeout
+from pd_integration.proxy.backends import DP_RANK_HEADER, Backend, Side
+from pd_integration.proxy.config import ProxyConfig
+from pd_integration.proxy.errors import ProxyError, Unreachable, error_from_event, from_upstream
+from pd_integration.proxy.sse import DONE, event_data, event_error, split_events
+
+
+@dataclass(frozen=True)
+class Call:
+    """What both requests share: the route and the headers that go along (Authorization, X-Request-Id)."""
+
+    path: str
+    headers: dict[str, str]
+
+    @property
+    def chat(self) -> bool:
+        return self.path.endswith("/chat/completions")
+
+
+def open_session(config: ProxyConfig) -> aiohttp.ClientSession:
+    """A session whose connections serve one request each.
+
+    vLLM closes an idle connection after 5 s. A request sent at that moment is lost, and one that may have begun must
+    not be sent twice. Nothing of one client, cookies included, may reach the request of another.
+    """
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout),
+        headers={"Accept-Encoding": "identity"},
+    )
+
+
+class Upstream:
+    """Sends requests to Prefill and Decode servers. Leaving any call early closes its connection: vLLM aborts then.
+
+    Every method raises `Unreachable` when nothing was sent, and `ProxyError` with the client's status for the rest.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, config: ProxyConfig) -> None:
+        self._session = session
+        self._config = config
+        self._rank_turns = itertools.count()
+
+    async def prefill(self, backend: Backend, call: Call, body: bodies.Body) -> bodies.Body | None:
+        """Compute the prompt on `backend`; the transfer parameters with which Decode pulls its KV.
+
+        None when Prefill ended with finish_reason "stop" (a model's default stop token, say): then it has freed the KV,
+        a pull would wait for ever, and Decode has to compute the prompt itself.
+        """
+        with _failures("prefill", f"prefill_timeout of {self._config.prefill_timeout:g} s"):
+            async with timeout(self._config.prefill_timeout):
+                # Asked every time: a Prefill that was restarted has another engine id.
+                engines = await self._engine_ids(backend)
+                rank = sorted(engines)[next(self._rank_turns) % len(engines)]
+                # With several data-parallel ranks the KV must be where we tell Decode to look for it.
+                headers = {**call.headers, DP_RANK_HEADER: str(rank)} if len(engines) > 1 else call.headers
+                transfer_id = uuid.uuid4().hex
+                request = bodies.for_prefill(body, transfer_id, chat=call.chat)
+                async with self._post(backend, call.path, headers, request) as response:
+                    answer = await _json_answer(response, "prefill")
+        try:
+            finish_reason = answer["choices"][0]["finish_reason"]
+        except (KeyError, IndexError, TypeError):
+            raise _broken("prefill", "its answer has no choices[0].finish_reason") from None
+        if finish_reason == "stop":
+            return None
+        assert backend.bootstrap is not None
+        return bodies.transfer_params(transfer_id, backend.bootstrap, engines[rank])
+
+    async def decode(self, backend: Backend, call: Call, body: bodies.Body) -> bytes:
+        """Decode's whole answer to a request that does not stream: a JSON object, as bytes.
+
+        Nothing arrives before the last token, so only the total time-out, which the caller keeps, bounds it.
+        """
+        with _failures("decode", "time-out"):
+            async with self._post(backend, call.path, call.headers, body) as response:
+                await _json_answer(response, "decode")
+                return await response.read()
+
+    @asynccontextmanager
+    async def decode_events(
+        self, backend: Backend, call: Call, body: bodies.Body
+    ) -> AsyncIterator[AsyncGenerator[bytes, None]]:
+        """Decode's stream, event by event up to [DONE]; entering raises if the first event is missing or an error."""
+        limit = self._config.first_byte_timeout
+        async with AsyncExitStack() as stack:
+            with _failures("decode", f"first_byte_timeout of {limit:g} s"):
+                async with timeout(limit):
+                    response = await stack.enter_async_context(self._post(backend, call.path, call.headers, body))
+                    if response.status != HTTPStatus.OK:
+                        raise from_upstream("decode", response.status, await response.read(), response.headers)
+                    events = split_events(response.content.iter_any())
+                    stack.push_async_callback(events.aclose)
+                    first = await anext(events, None)
+            if first is not None and (error := event_error(first)) is not None:
+                raise error_from_event("decode", error)
+            rest = self._until_done(first, events)
+            stack.push_async_callback(rest.aclose)
+            if first is None:
+                raise _broken("decode", "its stream ended before the first event")
+            yield rest
+
+    async def models(self, backend: Backend, headers: dict[str, str]) -> bytes:
+        """The answer to GET /v1/models, a JSON object, as bytes."""
+        limit = self._config.health_timeout
+        with _failures(backend.side, f"health_timeout of {limit:g} s"):
+            async with timeout(limit):
+                url = f"{backend.url}/v1/models"
+                async with self._session.get(url, headers=headers, allow_redirects=False) as response:
+                    await _json_answer(response, backend.side)
+                    return await response.read()
+
+    async def _until_done(
+        self, event: bytes | None, events: AsyncGenerator[bytes, None]
+    ) -> AsyncGenerator[bytes, None]:
+        limit = self._config.idle_timeout
+        while event is not None:
+            yield event
+            if event_data(event) == DONE:
+                return
+            with _failures("decode", f"idle_timeout of {limit:g} s"):
+                async with timeout(limit):
+                    event = await anext(events, None)
+        raise _broken("decode", "its stream ended before [DONE]")
+
+    async def _engine_ids(self, backend: Backend) -> dict[int, str]:
+        """Engine id of every data-parallel rank, from Prefill's bootstrap server."""
+        async with self._session.get(f"{backend.bootstrap}/query", allow_redirects=False) as response:
+            answer = await _json_answer(response, "prefill")
+        try:
+            engines = {int(rank): str(entry["engine_id"]) for rank, entry in answer.items()}
+        except (ValueError, KeyError, TypeError):
+            raise _broken("prefill", "its bootstrap server answered something else than engine ids") from None
+        if not engines:
+            raise _broken("prefill", "no engine has registered with its bootstrap server yet")
+        return engines
+
+    def _post(
+        self, backend: Backend, path: str, headers: dict[str, str], body: bodies.Body
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        return self._session.post(
+            f"{backend.url}{path}",
+            data=json.dumps(body).encode(),
+            headers={**headers, "Content-Type": "application/json"},
+            allow_redirects=False,
+        )
+
+
+@contextmanager
+def _failures(side: Side, limit: str) -> Iterator[None]:
+    """Turn what the HTTP client raises into what the client is told."""
+    try:
+        yield
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+        raise Unreachable(
+            HTTPStatus.BAD_GATEWAY, f"no connection to the {side} server", kind="no connection", side=side
+        ) from None
+    except asyncio.TimeoutError:
+        message = f"the {side} server did not answer within the proxy's {limit}"
+        raise ProxyError(HTTPStatus.GATEWAY_TIMEOUT, message, kind="timed out", side=side) from None
+    except (aiohttp.ClientError, OSError) as error:
+        raise _broken(side, f"the connection broke ({type(error).__name__})") from None
+
+
+def _broken(side: Side, why: str) -> ProxyError:
+    return ProxyError(HTTPStatus.BAD_GATEWAY, f"the {side} server failed: {why}", kind=why, side=side)
+
+
+async def _json_answer(response: aiohttp.ClientResponse, side: Side) -> dict[str, Any]:
+    """The JSON object that a successful response holds."""
+    content = await response.read()
+    if response.status != HTTPStatus.OK:
+        raise from_upstream(side, response.status, content, response.headers)
+    try:
+        answer = json.loads(content)
+    except (ValueError, RecursionError):
+        answer = None
+    if not isinstance(answer, dict):
+        raise _broken(side, "its answer is not a JSON object")
+    return answer

@@ -1,0 +1,341 @@
+"""The scheduler side: which preempted requests are on the host, and this step's jobs.
+
+hook  ──► keep() ──────────► store job ─┐                      ┌─► every rank has reported ─► restorable
+query ──► restorable_tokens() ◄─────────┼── build_metadata() ──┤
+alloc ──► allocated() ─────► load job ──┘                      └─► every rank has reported ─► host blocks free
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from block_mapper import HostPool, HostPoolFull, JobDone, KVGroup, SavedRequests, State, UnsupportedGroup
+from offload_connector._vllm import KVCacheConfig, Request, VllmConfig, init_logger
+from offload_connector.config import PER_RANK, OffloadConfig
+from offload_connector.groups import mapper_groups
+from offload_connector.metadata import CopyJob, OffloadMetadata, OffloadWorkerMetadata
+from offload_connector.metrics import OffloadStats
+
+logger = init_logger("vllm.offload_connector")
+
+LOAD_WITHIN_STEP_BYTES = 32 << 20
+"""Loads up to this size run within their step. At 20 GB/s, an A3 card's host link, they hold it up for 1.6 ms; a load
+behind the step costs its request one step more at least, 20 to 50 ms for the models this is for."""
+
+
+STORE, LOAD_NOW, LOAD_BEHIND = "store", "load_now", "load_behind"
+
+
+@dataclass
+class _Plan:
+    """A job in the making: what the requests of this step add to it."""
+
+    job: int
+    pairs: list[np.ndarray] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Preemption:
+    """A saved request, its host blocks, when it was preempted (monotonic seconds), and its output tokens by then."""
+
+    request: Request
+    num_blocks: int
+    time: float
+    num_output_tokens: int
+
+
+class OffloadManager:
+    """Keeps the KV of preempted requests on the host; one per engine.
+
+    Host blocks are there once every rank has announced how many its budget holds.
+
+    Args:
+        config: the operator's settings.
+        groups: the model's KV cache groups.
+        world_size: ranks that must report a job before it counts as done.
+        refusal: why nothing is ever kept for this model, or None.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        groups: Sequence[KVGroup],
+        world_size: int,
+        refusal: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._groups = groups
+        self._world_size = world_size
+        self._refusal = refusal
+        self._clock = clock
+        self._stats = OffloadStats()
+        self._announced = OffloadWorkerMetadata()
+        self._pool: HostPool | None = None
+        self._saved: SavedRequests | None = None
+        self._last_job = 0
+        self._plans: dict[str, _Plan] = {}
+        self._open_jobs: set[int] = set()
+        self._preemptions: dict[str, _Preemption] = {}
+        self._resumed: dict[str, _Preemption] = {}
+
+    @classmethod
+    def from_vllm(
+        cls, config: OffloadConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    ) -> "OffloadManager":
+        """Make the manager of this engine; a model whose groups are not known is refused, with a warning."""
+        world_size = vllm_config.parallel_config.world_size
+        try:
+            return cls(config, mapper_groups(kv_cache_config), world_size)
+        except UnsupportedGroup as refusal:
+            logger.warning("Recompute offload keeps nothing for this model: %s", refusal)
+            return cls(config, (), world_size, str(refusal))
+
+    # The preemption hook
+
+    def keep(self, request: Request, block_ids: Sequence[Sequence[int]], num_computed_tokens: int) -> bool:
+        """Plan the store of a request that is preempted in this step. False: nothing is kept and nothing has changed.
+
+        Args:
+            request: still running.
+            block_ids: its device block table per KV cache group.
+            num_computed_tokens: tokens that the engine has scheduled to be in those blocks.
+        """
+        # A speculative token that was not accepted, or a token still in flight, has no place among the request's
+        # tokens: what its position holds must not come back.
+        num_tokens = min(num_computed_tokens, request.num_tokens)
+        reason = self._refuse(request, num_tokens) or self._save(request, block_ids, num_tokens)
+        if reason is None:
+            return True
+        self._stats.add("fallback", label=reason)
+        return False
+
+    def _refuse(self, request: Request, num_tokens: int) -> str | None:
+        if self._refusal is not None:
+            return "unsupported"
+        if self._saved is None:
+            return "not_ready"
+        if num_tokens <= 0:
+            return "nothing_computed"
+        if request.skip_reading_prefix_cache:
+            # Prompt log-probabilities come from computing the prompt again; vLLM takes no outside tokens for them.
+            return "prompt_logprobs"
+        return None
+
+    def _save(self, request: Request, block_ids: Sequence[Sequence[int]], num_tokens: int) -> str | None:
+        assert self._saved is not None
+        req_id = request.request_id
+        try:
+            pairs = self._saved.save(req_id, block_ids, num_tokens, self._job(STORE))
+        except HostPoolFull as full:
+            logger.warning(
+                "CPU cache free blocks are insufficient for request %s: %d needed, %d free; it will be recomputed. "
+                "Raise %s to keep it.",
+                req_id,
+                full.needed,
+                full.free,
+                PER_RANK,
+            )
+            return "host_full"
+        self._add(STORE, req_id, pairs)
+        num_blocks = sum(int(np.count_nonzero(table)) for table in self._saved.host_tables(req_id))
+        self._preemptions[req_id] = _Preemption(request, num_blocks, self._clock(), request.num_output_tokens)
+        self._resumed.pop(req_id, None)
+        self._stats.add("preempted_offloaded")
+        self._stats.add("blocks_stored", len(pairs))
+        logger.info(
+            "Created recompute offload state for request %s: %d tokens, %d blocks to store",
+            req_id,
+            num_tokens,
+            len(pairs),
+        )
+        return None
+
+    def holds(self, req_id: str) -> bool:
+        """Whether the KV of this request is on the host, or on its way there or back."""
+        return self._saved is not None and req_id in self._saved
+
+    def has_pending_jobs(self) -> bool:
+        """Whether some job has not been reported by every rank."""
+        return bool(self._open_jobs)
+
+    # Admission of a saved request
+
+    def restorable_tokens(self, request: Request, num_device_tokens: int) -> tuple[int | None, bool]:
+        """Answer vLLM's query for outside tokens. Changes nothing: vLLM may ask again and again.
+
+        Args:
+            request: waiting.
+            num_device_tokens: its first tokens that the device's prefix cache holds.
+
+        Returns:
+            (tokens that a load adds to these, whether the load runs behind the step); (None, False) while the store is
+            not done; (0, False) when nothing is here for the request.
+        """
+        if self._saved is None:
+            return 0, False
+        state = self._saved.state(request.request_id)
+        if state is State.STORING:
+            return None, False
+        if state is not State.RESTORABLE:
+            return 0, False
+        num_tokens = self._tokens_to_restore(request)
+        if num_tokens <= num_device_tokens:
+            return 0, False
+        return num_tokens - num_device_tokens, not self._loads_within_step(request.request_id)
+
+    def _tokens_to_restore(self, request: Request) -> int:
+        assert self._saved is not None
+        # The engine must compute at least the last token, to have something to sample from.
+        return self._saved.restorable_tokens(request.request_id, request.num_tokens - 1) or 0
+
+    def _loads_within_step(self, req_id: str) -> bool:
+        # vLLM can attribute a failed load within a step only where block ids tell the request: with one group.
+        num_bytes = self._preemptions[req_id].num_blocks * self._announced.block_bytes
+        return len(self._groups) == 1 and num_bytes <= LOAD_WITHIN_STEP_BYTES
+
+    def allocated(self, request: Request, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
+        """Plan the load of a request for which vLLM has just allocated blocks.
+
+        Args:
+            request: about to run, or to wait for its load.
+            block_ids: its new device block table per KV cache group.
+            num_external_tokens: tokens to load from here; 0 when the request goes on without us, or when vLLM tells
+                of blocks it has added after the load.
+        """
+        req_id = request.request_id
+        if self._saved is None or self._saved.state(req_id) is not State.RESTORABLE:
+            return
+        if num_external_tokens == 0:
+            # The device's prefix cache or another connector serves it: what is here is of no more use.
+            logger.debug("Request %s goes on without its saved KV", req_id)
+            self._stats.add("fallback", label="served_elsewhere")
+            self.finished(req_id)
+            return
+        num_tokens = self._tokens_to_restore(request)
+        kind = LOAD_NOW if self._loads_within_step(req_id) else LOAD_BEHIND
+        pairs = self._saved.load(
+            req_id, block_ids, num_tokens, self._job(kind), device_tokens=num_tokens - num_external_tokens
+        )
+        self._add(kind, req_id, pairs)
+        self._resumed[req_id] = self._preemptions.pop(req_id)
+        self._stats.add("blocks_loaded", len(pairs))
+        self._stats.add("tokens_restored", num_external_tokens)
+        logger.info(
+            "Prepared recompute offload H2D load for request %s: %d tokens, %d blocks, %s",
+            req_id,
+            num_external_tokens,
+            len(pairs),
+            "within the step" if kind is LOAD_NOW else "behind the step",
+        )
+
+    def finished(self, req_id: str) -> None:
+        """The request has ended, or goes on without its saved KV. Its host blocks return once no copy touches them."""
+        self._preemptions.pop(req_id, None)
+        self._resumed.pop(req_id, None)
+        if self._saved is not None and req_id in self._saved:
+            self._saved.discard(req_id)
+
+    def reset(self) -> None:
+        """Drop every saved request; those that are being loaded into blocks already allocated go on."""
+        if self._saved is not None:
+            for req_id in list(self._preemptions):
+                self.finished(req_id)
+            self._saved.pool.unpublish()
+
+    # Jobs
+
+    def _job(self, kind: str) -> int:
+        plan = self._plans.get(kind)
+        return plan.job if plan is not None else self._last_job + 1
+
+    def _add(self, kind: str, req_id: str, pairs: np.ndarray) -> None:
+        plan = self._plans.get(kind)
+        if plan is None:
+            self._last_job += 1
+            plan = self._plans[kind] = _Plan(self._last_job)
+        plan.pairs.append(pairs)
+        plan.requests.append(req_id)
+
+    def build_metadata(self) -> OffloadMetadata:
+        """Hand out the jobs planned since the last call, at most one of each kind."""
+        if not self._plans:
+            return OffloadMetadata()
+        jobs = {}
+        for kind, plan in self._plans.items():
+            requests = tuple(plan.requests) if kind is LOAD_BEHIND else ()
+            jobs[kind] = CopyJob(plan.job, np.concatenate(plan.pairs), requests)
+            self._open_jobs.add(plan.job)
+        self._plans.clear()
+        return OffloadMetadata(**jobs)
+
+    def update(self, message: OffloadWorkerMetadata | None) -> None:
+        """Take note of what the ranks report after a step."""
+        if message is not None:
+            if message.ranks:
+                self._announce(message)
+            for job, count in message.done.items():
+                self._reported(job, count, message.failed.get(job))
+        if self._resumed:
+            self._note_next_tokens()
+
+    def _announce(self, message: OffloadWorkerMetadata) -> None:
+        self._announced = OffloadWorkerMetadata(
+            ranks=message.ranks, capacity=message.capacity, block_bytes=message.block_bytes, refusal=message.refusal
+        ).aggregate(self._announced)
+        if self._announced.ranks < self._world_size or self._refusal is not None:
+            return
+        if self._announced.refusal is not None:
+            self._refusal = self._announced.refusal
+            logger.warning("Recompute offload keeps nothing for this model: %s", self._refusal)
+            return
+        self._pool = HostPool(self._announced.capacity)
+        self._saved = SavedRequests(self._pool, self._groups, self._world_size, self._config.share_prefixes)
+
+    def _reported(self, job: int, count: int, error: str | None) -> None:
+        assert self._saved is not None
+        done: JobDone | None = self._saved.report(job, count, failed=error is not None)
+        if done is None:
+            return
+        self._open_jobs.remove(job)
+        for req_id in done.restored:
+            self._stats.add("preempted_restored")
+            logger.debug("Request %s has its KV back on the device", req_id)
+        for req_id in done.failed:
+            logger.error("Copying the KV of request %s failed; it will be recomputed: %s", req_id, error)
+            self._stats.add("fallback", label="copy_failed")
+            self._preemptions.pop(req_id, None)
+            self._resumed.pop(req_id, None)
+
+    def _note_next_tokens(self) -> None:
+        for req_id, preemption in list(self._resumed.items()):
+            if preemption.request.num_output_tokens > preemption.num_output_tokens:
+                del self._resumed[req_id]
+                self._stats.observe("resume_seconds", self._clock() - preemption.time)
+
+    # Figures and checks
+
+    def take_stats(self) -> OffloadStats | None:
+        """Return what was counted since the last call, or None when nothing happened."""
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, OffloadStats()
+        if self._pool is not None:
+            usage = self._pool.usage()
+            stats.set("host_blocks_total", usage.total)
+            stats.set("host_blocks_used", usage.used)
+            stats.set("host_blocks_cached", usage.cached)
+            stats.set("host_blocks_free", usage.free)
+            stats.set("host_blocks_high_water", usage.high_water)
+        stats.set("saved_requests", len(self._preemptions))
+        return stats
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless host blocks, saved requests and jobs agree."""
+        if self._saved is not None:
+            self._saved.check_integrity()
+            assert all(req_id in self._saved for req_id in self._preemptions), "a preemption without saved KV"

@@ -78,7 +78,7 @@ class KVGroup:
         return -(-num_tokens // self.block_size)
 
     def needed(self, num_tokens: int) -> range:
-        """Logical positions that the computation of token num_tokens reads, num_tokens >= 1.
+        """Logical positions with computed tokens that token num_tokens reads or is written behind, num_tokens >= 1.
 
         The first one is vLLM's get_num_skipped_tokens(num_tokens) // block_size
         (vllm/v1/core/single_type_kv_cache_manager.py), so a table that vLLM has allocated holds all of them.

@@ -23,8 +23,9 @@ from block_mapper.runs import Int64Array
 def as_table(group: KVGroup, table: Sequence[int] | Int64Array, num_tokens: int) -> Int64Array:
     """A block table as int64 array, aligned to logical positions.
 
-    A windowed group's table with fewer positions than num_tokens takes holds only the window's tail: it ends at the
-    position of the last of num_tokens tokens, and null blocks are put in front.
+    A windowed group's table with fewer positions than num_tokens takes, none of them null, holds only the window's
+    tail: it ends at the position of the last of num_tokens tokens, and null blocks are put in front. (A short table
+    with nulls starts at position 0 and lacks its end; it stays as it is, to be refused where a block is needed.)
     """
     blocks = np.asarray(table)
     if blocks.ndim != 1 or (blocks.size and blocks.dtype.kind not in "iu"):
@@ -33,7 +34,7 @@ def as_table(group: KVGroup, table: Sequence[int] | Int64Array, num_tokens: int)
         raise ValueError(f"block table holds the negative block id {blocks.min()}")
     blocks = blocks.astype(np.int64)
     missing = group.num_positions(num_tokens) - len(blocks)
-    if missing > 0 and group.windowed:
+    if missing > 0 and group.windowed and blocks.all():
         blocks = np.concatenate((np.full(missing, NULL_BLOCK, np.int64), blocks))
     return blocks
 

@@ -15,17 +15,15 @@ from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
-from numpy.typing import NDArray
 
-from block_mapper.groups import GroupKind, KVGroup
+from block_mapper.groups import KVGroup
+from block_mapper.holding import Hashes, hold, prefix_keys
 from block_mapper.jobs import IllegalEvent, Jobs
 from block_mapper.mapping import as_table, blocks_to_load, blocks_to_store, fewest_tokens, to_host_table
-from block_mapper.pool import NULL_BLOCK, HostPool, HostPoolFull
+from block_mapper.pool import NULL_BLOCK, HostPool
 from block_mapper.runs import Int64Array
 
 Tables = Sequence[Sequence[int] | Int64Array]
-Hashes = Sequence[Sequence[bytes | None]]
-_Key = tuple[int, bytes] | None
 
 
 class State(Enum):
@@ -118,7 +116,8 @@ class SavedRequests:
             strict=True,
         )
         device = np.concatenate(device_blocks)
-        host, new = self._hold(device, self._keys(positions, num_tokens, hashes))
+        keys = prefix_keys(self.groups, positions, num_tokens, hashes) if self.share_prefixes else []
+        host, new = hold(self.pool, device, keys)
 
         waits_for = {job} | self._jobs.writing(host[~new])
         if before:
@@ -288,39 +287,3 @@ class SavedRequests:
         if last_step_end < num_tokens:
             raise ValueError(f"last_step_end is {last_step_end}: the last step ended at {num_tokens} tokens or later")
         return last_step_end
-
-    def _keys(self, positions: Sequence[Int64Array], num_tokens: int, hashes: Hashes | None) -> list[_Key]:
-        """Prefix index key of each block to store, None where it must not be shared; empty when nothing is shared."""
-        if not self.share_prefixes or hashes is None:
-            return []
-        if len(hashes) != len(self.groups):
-            raise ValueError(f"{len(hashes)} hash lists for {len(self.groups)} groups: give one per group, in order")
-        keys: list[_Key] = []
-        for index, (group, at, known) in enumerate(zip(self.groups, positions, hashes, strict=True)):
-            full = 0 if group.kind is GroupKind.RECURRENT else min(num_tokens // group.block_size, len(known))
-            of_group = [known[p] if p < full else None for p in at.tolist()]
-            shareable = [h for h in of_group if h is not None]
-            if len(set(shareable)) != len(shareable):
-                raise ValueError(f"group {index} has the same hash twice: a block's hash must cover all of its prefix")
-            keys += [None if h is None else (index, h) for h in of_group]
-        return keys
-
-    def _hold(self, device: Int64Array, keys: list[_Key]) -> tuple[Int64Array, NDArray[np.bool_]]:
-        """A host block, held once, for each device block, and which of them are new (not found in the prefix index)."""
-        host = np.full(len(device), NULL_BLOCK, np.int64)
-        if keys:
-            host[:] = [self.pool.lookup(key) or NULL_BLOCK for key in keys]
-        new = host == NULL_BLOCK
-        shared = host[~new]
-        self.pool.retain(shared)
-        try:
-            allocated = self.pool.allocate(int(new.sum()))
-        except HostPoolFull:
-            self.pool.free(shared)
-            raise
-        # Host ids rise with device ids, not with positions: neighbours on the device become one copy.
-        host[np.flatnonzero(new)[np.argsort(device[new])]] = allocated
-        for key, block in zip(keys, host.tolist(), strict=False):
-            if key is not None and self.pool.lookup(key) is None:
-                self.pool.publish(key, block)
-        return host, new

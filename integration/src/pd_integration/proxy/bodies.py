@@ -165,7 +165,7 @@ def _check_one_sequence(body: Body) -> None:
     if body.get("truncate_prompt_tokens") == -1:
         raise _one_sequence(
             "truncate_prompt_tokens",
-            "-1 depends on max_tokens, which differs between Prefill and Decode; give the number of tokens to keep",
+            "truncate_prompt_tokens is -1, which can differ between Prefill and Decode; give the number to keep",
         )
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) > 1 and not all(type(item) is int for item in prompt):

@@ -66,8 +66,10 @@ def from_upstream(side: str, status: int, content: bytes, headers: Mapping[str, 
     kind = f"answered status {status}"
     if isinstance(body, dict) and isinstance(body.get("error"), dict):
         return ProxyError(status, "", kind=kind, side=side, body=body, headers=kept)
-    quoted = content[:_MAX_QUOTED_CHARS].decode("utf-8", errors="replace")
-    message = f"the {side} server answered status {status}: {quoted}"
+    # FastAPI and vLLM's key check say it in one string.
+    said = (body.get("error") or body.get("detail")) if isinstance(body, dict) else None
+    quoted = said if isinstance(said, str) else content.decode("utf-8", errors="replace")
+    message = f"the {side} server answered status {status}: {quoted[:_MAX_QUOTED_CHARS]}"
     return ProxyError(status, message, kind=kind, side=side, headers=kept)
 
 

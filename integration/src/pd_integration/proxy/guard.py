@@ -44,7 +44,8 @@ def guard(metrics: Metrics, config: ProxyConfig) -> Middleware:
         except (asyncio.CancelledError, ConnectionResetError):
             metrics.disconnects.inc()
             logger.info("%s %s: client gone after %.3f s", _describe(request), route, time.monotonic() - started)
-            raise
+            # A write to a client that has just left: for aiohttp a handler's error unless it ends as a cancellation.
+            raise asyncio.CancelledError from None
         metrics.requests.labels(route, response.status).inc()
         logger.log(
             logging.DEBUG if request.method == "GET" else logging.INFO,

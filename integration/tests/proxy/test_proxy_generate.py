@@ -6,7 +6,7 @@ import asyncio
 import json
 
 import pytest
-from fakes import FakePrefill, FakeServer, decode_answer, event, pair, prefill_answer, stream_then
+from proxy_fakes import FakePrefill, FakeServer, decode_answer, event, pair, prefill_answer, stream_then
 
 PROMPT = {"model": "tiny", "prompt": "say hello", "max_tokens": 7}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "say hello"}], "max_completion_tokens": 7}

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -59,7 +59,7 @@ class FakeServer:
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", port).start()
-        self.url = "http://%s:%d" % self._runner.addresses[0][:2]
+        self.url = _url(self._runner)
 
     async def stop(self) -> None:
         if self._runner is not None:
@@ -96,11 +96,11 @@ class FakePrefill(FakeServer):
         super().__init__(answer or prefill_answer("length"))
         self.engines: dict[str, str] = {"0": "engine-a"}
         self.query: Any = None
+        self.query_status = 200
 
     async def _query(self, request: web.Request) -> web.Response:
-        if self.query is not None:
-            return web.json_response(self.query)
-        return web.json_response({rank: {"engine_id": e, "worker_addr": {}} for rank, e in self.engines.items()})
+        engines = {rank: {"engine_id": engine, "worker_addr": {}} for rank, engine in self.engines.items()}
+        return web.json_response(engines if self.query is None else self.query, status=self.query_status)
 
 
 def prefill_answer(finish_reason: str) -> Answer:
@@ -181,7 +181,6 @@ class Pair:
     url: str
     config: ProxyConfig
     runner: web.AppRunner
-    stopped: list[FakeServer] = field(default_factory=list)
 
     def post(self, body: Any, path: str = "/v1/completions", **kwargs: Any) -> Any:
         if not isinstance(body, bytes):
@@ -223,10 +222,9 @@ async def pair(
         **{**TIMEOUTS, **settings},
     )
     runner = await start(config)
-    url = "http://%s:%d" % runner.addresses[0][:2]
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as client:
-            yield Pair(prefills, decodes, client, url, config, runner)
+            yield Pair(prefills, decodes, client, _url(runner), config, runner)
     finally:
         await runner.cleanup()
         for server in [*prefills, *decodes]:
@@ -240,3 +238,8 @@ async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
             return
         await asyncio.sleep(0.01)
     raise AssertionError("the condition did not come true in time")
+
+
+def _url(runner: web.AppRunner) -> str:
+    host, port = runner.addresses[0][:2]
+    return f"http://{host}:{port}"

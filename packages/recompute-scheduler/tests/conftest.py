@@ -15,7 +15,7 @@ def mode(request):
 
 @pytest.fixture
 def make_engine(mode):
-    """Return a function that builds an engine with a recording connector: (num_blocks, scheduler_cls, **engine args)."""
+    """Return a function that builds an engine with a recording connector."""
 
     def make(num_blocks, scheduler_cls=None, **engine_args):
         engine_args.setdefault("kv_transfer_config", transfer_config())

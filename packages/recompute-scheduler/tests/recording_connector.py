@@ -1,5 +1,7 @@
 """A KV connector that moves nothing: it records the calls of the preemption hook and answers as told."""
 
+from typing import ClassVar
+
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 
 
@@ -33,7 +35,7 @@ class SilentConnector(KVConnectorBase_V1, SupportsHMA):
 
 class RecordingConnector(SilentConnector):
     answer = False
-    calls = []
+    calls: ClassVar[list] = []
 
     @classmethod
     def reset(cls):

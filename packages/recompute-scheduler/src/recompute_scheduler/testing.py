@@ -71,7 +71,7 @@ class ScriptedEngine:
         scheduler_cls: vLLM's Scheduler or AsyncScheduler, or a class made from them.
         vllm_config: see `make_config`; with async scheduling one step is in flight while the next is scheduled.
         kv_cache_config: see `make_kv_cache_config`.
-        worker: stands for the workers: takes a scheduled step, returns what their connectors report.
+        worker: stands for the workers: carries out a scheduled step, returns what their connectors report after it.
     """
 
     def __init__(
@@ -135,11 +135,11 @@ class ScriptedEngine:
             # vLLM has moved num_computed_tokens on already; it is now the position of the token to sample.
             sampled = [] if request.is_prefill_chunk else [_token(request_id, request.num_computed_tokens)]
             tokens.append(sampled)
-        return ModelRunnerOutput(ids, {name: i for i, name in enumerate(ids)}, tokens)
+        report = self.worker(scheduled)
+        return ModelRunnerOutput(ids, {name: i for i, name in enumerate(ids)}, tokens, kv_connector_output=report)
 
     def _take_in(self) -> None:
         scheduled, output = self._in_flight.popleft()
-        output.kv_connector_output = self.worker(scheduled)
         for outputs in self.scheduler.update_from_output(scheduled, output).values():
             for one in outputs.outputs:
                 self.outputs[one.request_id].extend(one.new_token_ids)

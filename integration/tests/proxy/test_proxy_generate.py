@@ -15,7 +15,9 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "say hello"}],
 def test_completion_goes_to_prefill_with_one_token_then_to_decode_as_it_was() -> None:
     async def scenario() -> None:
         async with pair() as p:
-            status, answer = await p.ask({**PROMPT, "temperature": 0.5, "min_tokens": 3, "stop": ["x"], "logprobs": 2})
+            status, answer = await p.ask(
+                {**PROMPT, "temperature": 0.5, "min_tokens": 3, "stop": ["x"], "return_token_ids": True}
+            )
             assert status == 200
             assert answer["choices"][0]["text"] == "Hello"
             (to_prefill,), (to_decode,) = p.prefill[0].received, p.decode[0].received
@@ -40,7 +42,7 @@ def test_completion_goes_to_prefill_with_one_token_then_to_decode_as_it_was() ->
                 "temperature": 0.5,
                 "min_tokens": 3,
                 "stop": ["x"],
-                "logprobs": 2,
+                "return_token_ids": True,
                 "kv_transfer_params": {
                     "do_remote_decode": False,
                     "do_remote_prefill": True,

@@ -90,6 +90,8 @@ def test_health_is_503_without_a_server_of_one_side_and_says_which(side: str) ->
             assert status == 503
             assert side in answer["error"]["message"]
             assert server.url in answer["error"]["message"]
+            # No Prefill for a request that Decode can't take: its KV would lie there until the connector's time-out.
+            assert [s.received for s in p.servers()] == [[], []]
             server.health_status = 200
             await until_up(p, side, [True])
             assert (await health(p))[0] == 200

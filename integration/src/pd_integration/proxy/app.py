@@ -94,6 +94,8 @@ class Proxy:
     async def _generate(self, request: web.Request, stream: web.StreamResponse) -> web.StreamResponse:
         body = bodies.parse(await request.read())
         call = Call(request.path, _passed_on(request))
+        # No Prefill for a request that Decode can't take: its KV would lie there until the connector's time-out.
+        self._decoders.available()
         started = time.monotonic()
         async with AsyncExitStack() as stack:
             transfer = await self._reach(

@@ -56,12 +56,11 @@ class Pool:
     backends: Sequence[Backend]
     _turns: int = field(default=0, init=False)
 
-    @contextmanager
-    def lease(self, tried: Collection[Backend]) -> Iterator[Backend]:
-        """The least loaded server that is up and not in `tried`, one request busier until the block ends.
+    def available(self, tried: Collection[Backend] = ()) -> list[Backend]:
+        """The servers that are up and not in `tried`, at least one.
 
         Raises:
-            ProxyError: 503, none is left; it says why each is out.
+            ProxyError: 503, there is none; it says why each is out.
         """
         candidates = [backend for backend in self.backends if backend.up and backend not in tried]
         if not candidates:
@@ -72,7 +71,12 @@ class Pool:
                 kind="no server available",
                 side=self.side,
             )
-        backend = min(candidates, key=lambda b: (b.in_flight, b.turn))
+        return candidates
+
+    @contextmanager
+    def lease(self, tried: Collection[Backend]) -> Iterator[Backend]:
+        """The least loaded available server, one request busier until the block ends; raises as `available` does."""
+        backend = min(self.available(tried), key=lambda b: (b.in_flight, b.turn))
         self._turns += 1
         backend.turn = self._turns
         backend.in_flight += 1

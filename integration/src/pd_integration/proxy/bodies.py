@@ -37,6 +37,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "logprob_token_ids": (list,),
     "prompt_logprobs": (int,),
     "echo": (bool,),
+    "return_token_ids": (bool,),
     "structured_outputs": (dict,),
     "repetition_detection": (dict,),
     "truncate_prompt_tokens": (int,),
@@ -56,6 +57,7 @@ _NOT_FOR_PREFILL = (
     "logprob_token_ids",
     "prompt_logprobs",
     "echo",
+    "return_token_ids",
     "structured_outputs",
     "repetition_detection",
 )

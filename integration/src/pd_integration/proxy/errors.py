@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from http import HTTPStatus
+from http.client import responses
 from typing import Any
 
 SIDE_HEADER = "X-PD-Error-Side"
@@ -49,8 +50,8 @@ def bad_request(message: str, param: str | None = None) -> ProxyError:
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
     """OpenAI's error object in the form vLLM uses it (`code` is the HTTP status)."""
-    reason = HTTPStatus(status).phrase if status in HTTPStatus._value2member_map_ else "Error"
-    return {"error": {"message": message, "type": reason.replace(" ", "") + "Error", "param": param, "code": status}}
+    kind = responses.get(status, "").replace(" ", "") + "Error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 def from_upstream(side: str, status: int, content: bytes, headers: Mapping[str, str]) -> ProxyError:

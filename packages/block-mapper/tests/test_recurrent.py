@@ -8,7 +8,7 @@ is read shifted by the accepted drafts. Contents are token counts, so a wrong st
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from block_mapper import GroupKind, HostPool, KVGroup, SavedRequests, UnsupportedGroup, recurrent_resume_point
@@ -82,11 +82,12 @@ class Worker:
         self.computed, self.accepted, self.running = num_tokens, 1, None
 
 
+@settings(max_examples=400)
 @given(
     align=st.sampled_from([ALIGN, NONE]),
-    block_size=st.integers(2, 6),
+    block_size=st.integers(2, 5),
     drafts_at_most=st.integers(0, 3),
-    prompt=st.integers(1, 20),
+    prompt=st.integers(1, 8),
     data=st.data(),
 )
 def test_every_resume_reads_the_right_state(
@@ -94,13 +95,24 @@ def test_every_resume_reads_the_right_state(
 ) -> None:
     worker = Worker(block_size if align else 10_000, drafts_at_most, align)
     worker.step(prompt, 0, 0)
-    for _ in range(data.draw(st.integers(1, 12))):
+    for _ in range(data.draw(st.integers(1, 8))):
         drafts = data.draw(st.integers(0, drafts_at_most))
         worker.step(1, drafts, data.draw(st.integers(0, drafts)))
         if data.draw(st.booleans()):
             before = worker.computed
             worker.preempt_and_resume()
             assert before - drafts_at_most <= worker.computed <= before
+    worker.step(1, 0, 0)
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2, 3])
+@pytest.mark.parametrize("prompt", [1, 2, 3, 4])
+def test_drafts_that_reach_into_the_next_block(prompt: int, accepted: int) -> None:
+    worker = Worker(4, 3, ALIGN)
+    worker.step(prompt, 0, 0)
+    worker.step(1, 3, accepted)
+    worker.preempt_and_resume()
+    worker.step(1, 3, 0)
 
 
 def test_without_drafts_nothing_is_computed_again() -> None:

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 from block_mapper import byte_spans, coalesce
 from block_mapper.free_runs import FreeRuns
 
-block_pairs = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), max_size=60, unique=True)
+
+def pieces(starts: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    return [(50 * i + s + k, 50 * i + d + k) for i, (s, d, n) in enumerate(starts) for k in range(n)]
+
+
+loose_pairs = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), max_size=60, unique=True)
+run_pairs = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(1, 9)), max_size=8).map(pieces)
+block_pairs = loose_pairs | run_pairs
 
 
 def expand(runs: np.ndarray) -> list[tuple[int, int]]:
@@ -52,6 +59,12 @@ def test_byte_spans_copy_each_block_and_nothing_between(
     )
     if source_gap == destination_gap == 0:
         assert len(spans) == len(runs)
+
+
+def test_run_of_blocks_with_gaps_between_is_one_copy_a_block() -> None:
+    run = np.array([[2, 5, 3]])
+    assert byte_spans(run, 8, 8, 8).tolist() == [[16, 40, 24]]
+    assert byte_spans(run, 8, 10, 8).tolist() == [[20, 40, 8], [30, 48, 8], [40, 56, 8]]
 
 
 def test_byte_spans_refuse_overlapping_blocks() -> None:

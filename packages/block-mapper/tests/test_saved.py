@@ -158,6 +158,18 @@ class TestWindowEdges:
             saved.load("a", [[0, 30, 31, 32]], 14, job=1)
         assert saved.state("a") is State.RESTORABLE
 
+    def test_stored_block_that_the_new_table_has_no_place_for_is_not_loaded(self) -> None:
+        saved = saved_requests(SLIDING)
+        host = store(saved, "a", [[0, 19, 20, 21]], 15)
+        assert saved.load("a", [[0, 0, 30, 31]], 15, job=1).tolist() == [[host[20], 30], [host[21], 31]]
+
+    def test_more_tokens_than_were_saved_cannot_be_restored(self) -> None:
+        saved = saved_requests(FULL)
+        store(saved, "a", [[10, 11]], 6)
+        with pytest.raises(ValueError, match="num_tokens is 7: request 'a' can be restored at 1 to 6 tokens"):
+            saved.load("a", [[20, 21]], 7, job=1)
+        assert saved.state("a") is State.RESTORABLE
+
     def test_new_table_without_a_block_that_the_next_token_needs_is_refused(self) -> None:
         saved = saved_requests(FULL, SLIDING)
         store(saved, "a", [[10, 11, 12, 13], [0, 0, 22, 23]], 15)

@@ -43,9 +43,7 @@ def hold(pool: HostPool, device: Int64Array, keys: Sequence[PrefixKey | None]) -
 
     device int64 [n]; keys as from prefix_keys. HostPoolFull: nothing changed.
     """
-    host = np.full(len(device), NULL_BLOCK, np.int64)
-    if keys:
-        host[:] = [pool.lookup(key) or NULL_BLOCK for key in keys]
+    host = pool.lookup(keys) if keys else np.full(len(device), NULL_BLOCK, np.int64)
     new = host == NULL_BLOCK
     shared = host[~new]
     pool.retain(shared)
@@ -56,7 +54,7 @@ def hold(pool: HostPool, device: Int64Array, keys: Sequence[PrefixKey | None]) -
         raise
     # Host ids rise with device ids, not with positions: neighbours on the device become one copy.
     host[np.flatnonzero(new)[np.argsort(device[new])]] = allocated
-    for key, block, is_new in zip(keys, host.tolist(), new.tolist(), strict=False):
-        if key is not None and is_new:
-            pool.publish(key, block)
+    if keys:
+        fresh = [i for i in np.flatnonzero(new).tolist() if keys[i] is not None]
+        pool.publish([keys[i] for i in fresh], host[fresh])
     return host, new

@@ -73,8 +73,7 @@ def blocks_to_load(
     already. ValueError when table has no block where the next token needs one: the request would go on with KV that
     nobody wrote.
     """
-    needed = _needed(group, num_tokens)
-    _require(group, table, needed[(needed + 1) * group.block_size > device_tokens], num_tokens, ValueError)
+    _require(group, table, _needed(group, num_tokens), num_tokens, ValueError)
     used = slice(device_tokens // group.block_size, min(group.num_positions(num_tokens), len(table)))
     host, device = host_table[used], table[used]
     both = (host != NULL_BLOCK) & (device != NULL_BLOCK)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,16 +92,18 @@ class HostPool:
             unheld = unheld[~published]
         self._free.put(unheld)
 
-    def publish(self, key: Hashable, block: int) -> None:
-        """Let a used block be found under key. One block per key, one key per block."""
-        if self.refs[block] < 1 or key in self._block_of or block in self._key_of:
-            raise ValueError(f"host block {block} cannot be published under {key!r}: unused, or one of them is taken")
-        self._block_of[key] = block
-        self._key_of[block] = key
+    def publish(self, keys: Sequence[Hashable], blocks: Int64Array) -> None:
+        """Let each used block be found under its key. One block per key, one key per block; both distinct."""
+        ids = blocks.tolist()
+        taken = not self._block_of.keys().isdisjoint(keys) or not self._key_of.keys().isdisjoint(ids)
+        if taken or (self.refs[blocks] < 1).any():
+            raise ValueError(f"host blocks {ids} cannot be published: one is unused, or has a key, or its key is taken")
+        self._block_of.update(zip(keys, ids, strict=True))
+        self._key_of.update(zip(ids, keys, strict=True))
 
-    def lookup(self, key: Hashable) -> int | None:
-        """The block published under key. A pure query."""
-        return self._block_of.get(key)
+    def lookup(self, keys: Sequence[Hashable]) -> Int64Array:
+        """The block published under each key, the null block where there is none. A pure query."""
+        return np.array([self._block_of.get(key, NULL_BLOCK) for key in keys], np.int64)
 
     def unpublish(self, ids: Int64Array | None = None) -> None:
         """Let these blocks (None: all) be found no more; those that were only cached become free."""

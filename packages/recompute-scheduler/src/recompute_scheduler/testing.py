@@ -96,6 +96,7 @@ class ScriptedEngine:
         self.worker = worker
         self.outputs: dict[str, list[int]] = {}
         self.trace: list[dict[str, int]] = []
+        self.connector_stats: list[dict[str, Any]] = []
         self._depth = 2 if vllm_config.scheduler_config.async_scheduling else 1
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
 
@@ -141,6 +142,8 @@ class ScriptedEngine:
     def _take_in(self) -> None:
         scheduled, output = self._in_flight.popleft()
         for outputs in self.scheduler.update_from_output(scheduled, output).values():
+            if outputs.scheduler_stats is not None and outputs.scheduler_stats.kv_connector_stats:
+                self.connector_stats.append(outputs.scheduler_stats.kv_connector_stats)
             for one in outputs.outputs:
                 self.outputs[one.request_id].extend(one.new_token_ids)
 

@@ -83,6 +83,11 @@ class Planner:
         runs = coalesce(pairs, sort_by=0 if direction is Direction.STORE else 1)
         return Plan(direction, self._regions[direction], runs, len(pairs) * self.block_bytes)
 
+    def null_block_plan(self) -> Plan:
+        """A store of the null block, whose content means nothing on either side."""
+        runs = np.array([[0, 0, 1]], np.int64)
+        return Plan(Direction.STORE, self._regions[Direction.STORE], runs, self.block_bytes)
+
 
 def coalesce(pairs: Int64Array, sort_by: int) -> Int64Array:
     """Runs ``[num_runs, 3]`` of blocks consecutive on both sides, in the order of column ``sort_by``.

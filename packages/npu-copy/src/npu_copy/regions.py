@@ -46,6 +46,17 @@ class Region:
         """Address just past the last block."""
         return self.address + (self.num_blocks - 1) * self.block_stride + self.block_bytes
 
+    def block_view(self) -> torch.Tensor:
+        """The blocks as uint8 ``[num_blocks, block_bytes]`` over the registered memory."""
+        low, high = self.address, self.end
+        for tensor in self.tensors:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() <= low and high <= storage.data_ptr() + storage.nbytes():
+                flat = torch.empty(0, dtype=torch.uint8, device=self.device)
+                offset = low - storage.data_ptr()
+                return flat.set_(storage, offset, (self.num_blocks, self.block_bytes), (self.block_stride, 1))
+        raise UnsupportedLayout(f"KV caches {self.name}: no single storage holds all blocks")
+
 
 @dataclass(frozen=True)
 class _Tensor:

@@ -1,0 +1,236 @@
+"""Copy speed of real KV cache shapes, as ratios to a plain large memcpy of the same bytes in the same run.
+
+Every round times each arm once, one after the other, so that a noisy machine is noisy for all of them; a ratio is the
+median over the rounds of the two arms' times in one round.
+
+    python bench/bench_copy.py                  all shapes, up to 4 GiB a side, to reports/bench-copy.json
+    python bench/bench_copy.py --gib 1 --shape small-8k
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from npu_copy import CopyEngine, Direction, HostPool, find_regions
+from npu_copy.host_memory import host_limits
+from npu_copy.plan import Planner
+
+GIB = 1 << 30
+# A sample shorter than this is repeated: the clock and the wake-up of threads would drown it.
+MIN_SAMPLE_S = 0.01
+
+
+def layers(count: int, *shape: int) -> Callable[[int], dict]:
+    return lambda n: {f"layer.{i}": torch.zeros(n, *shape, dtype=torch.bfloat16) for i in range(count)}
+
+
+def keys_and_values(count: int, *shape: int) -> Callable[[int], dict]:
+    def make(n: int) -> dict:
+        zeros = torch.zeros
+        return {f"layer.{i}": tuple(zeros(n, *shape, dtype=torch.bfloat16) for _ in "KV") for i in range(count)}
+
+    return make
+
+
+def packed(count: int, *shape: int) -> Callable[[int], dict]:
+    def make(n: int) -> dict:
+        blocks = torch.zeros(n, count, *shape, dtype=torch.bfloat16)
+        return {f"layer.{i}": blocks[:, i] for i in range(count)}
+
+    return make
+
+
+SHAPES = {
+    "mla-61": (layers(61, 128, 576), 61 * 128 * 576 * 2),
+    "gqa-32": (keys_and_values(32, 128, 8, 128), 64 * 128 * 8 * 128 * 2),
+    "packed-32": (packed(32, 128, 256), 32 * 128 * 256 * 2),
+    "page-64k": (layers(32, 128, 256), 32 * 64 << 10),
+    "small-8k": (layers(32, 16, 256), 32 * 8 << 10),
+}
+
+
+def per_layer_loop(kv: dict, host: dict, pairs: np.ndarray, direction: Direction) -> None:
+    """What a first version does: one ``copy_`` a block and tensor."""
+    device_column = 0 if direction is Direction.STORE else 1
+    for name, value in kv.items():
+        tensors = value if isinstance(value, tuple) else (value,)
+        for tensor, mirror in zip(tensors, host[name], strict=True):
+            for pair in pairs.tolist():
+                device, copy = tensor[pair[device_column]], mirror[pair[1 - device_column]]
+                if direction is Direction.STORE:
+                    copy.copy_(device, non_blocking=True)
+                else:
+                    device.copy_(copy, non_blocking=True)
+
+
+def host_mirror(kv: dict, pool: HostPool) -> dict:
+    """The pool's memory as one tensor a registered tensor, for the loop; where bytes lie does not matter to it."""
+    flat, used, views = [pool.block_view(r).view(-1) for r in range(len(pool.block_bytes))], 0, {}
+    for name, value in kv.items():
+        parts = []
+        for tensor in value if isinstance(value, tuple) else (value,):
+            size = pool.num_blocks * tensor[0].numel() * tensor.element_size()
+            if len(flat) == 1:
+                start, used, source = used, used + size, flat[0]
+            else:
+                start, source = 0, flat[used]
+                used += 1
+            parts.append(source[start : start + size].view(tensor.dtype).view(pool.num_blocks, *tensor.shape[1:]))
+        views[name] = parts
+    return views
+
+
+def large_memcpy(spans: list[tuple[int, int, int]], executor: ThreadPoolExecutor, threads: int) -> Callable[[], None]:
+    """libc's memcpy over (destination, source, size) spans, each cut evenly over the threads."""
+    memcpy = ctypes.CDLL(None).memcpy
+    memcpy.argtypes, memcpy.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_void_p
+
+    def part(i: int) -> None:
+        for destination, source, size in spans:
+            first, end = size * i // threads, size * (i + 1) // threads
+            memcpy(destination + first, source + first, end - first)
+
+    return lambda: [None for _ in executor.map(part, range(threads))] and None
+
+
+def timed(arm: Callable[[], None], repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        arm()
+    return (time.perf_counter() - start) / repeats
+
+
+def measure(arms: dict[str, Callable[[], None]], rounds: int, loop_rounds: int) -> dict[str, list[float]]:
+    repeats = {}
+    for name, arm in arms.items():
+        first = timed(arm, 1)
+        repeats[name] = max(1, int(MIN_SAMPLE_S / max(first, 1e-6)))
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for i in range(rounds):
+        for name, arm in arms.items():
+            if not name.startswith("loop") or i < loop_rounds:
+                times[name].append(timed(arm, repeats[name]))
+    return times
+
+
+def ratio(times: dict[str, list[float]], arm: str, to: str) -> float:
+    return statistics.median(t / a for a, t in zip(times[arm], times[to], strict=False))
+
+
+def bench_shape(name: str, args: argparse.Namespace, executor: ThreadPoolExecutor) -> list[dict]:
+    make, block_bytes = SHAPES[name]
+    most = int(args.gib * GIB) // block_bytes
+    kv = make(most)
+    regions = find_regions(kv, most, block_dim=0)
+    pool = HostPool.allocate(regions, most, threads=args.threads)
+    engine = CopyEngine(regions, pool)
+    mirror = host_mirror(kv, pool)
+    rng = np.random.default_rng(0)
+    rows = []
+    for count in sorted({min(16, most - 1), min(256, most - 1), most - 1}):
+        for order in ("contiguous", "random"):
+            pick = rng.permutation if order == "random" else np.asarray
+            pairs = np.stack([pick(np.arange(1, most))[:count] for _ in range(2)], axis=1)
+            row = {"shape": name, "piece_bytes": min(r.block_bytes for r in regions), "regions": len(regions)}
+            row |= {"blocks": count, "ids": order, "bytes": count * block_bytes}
+            for direction in Direction:
+                store = direction is Direction.STORE
+                jobs = iter(range(1 << 62))
+
+                def copy(pairs=pairs, direction=direction, jobs=jobs) -> None:
+                    job = next(jobs)
+                    engine.submit(job, pairs, direction, block_compute=True)
+                    (result,) = engine.poll()
+                    assert result.error is None
+
+                spans = []
+                for region, address in zip(regions, pool.addresses, strict=True):
+                    size = count * region.block_bytes
+                    ends = (address, region.address) if store else (region.address, address)
+                    spans.append((*ends, size))
+                arms = {
+                    "memcpy": large_memcpy(spans, executor, args.threads),
+                    "engine": copy,
+                    "loop": lambda pairs=pairs, direction=direction: per_layer_loop(kv, mirror, pairs, direction),
+                }
+                loop_rounds = args.rounds if row["bytes"] <= GIB else min(3, args.rounds)
+                times = measure(arms, args.rounds, loop_rounds)
+                row[direction.value] = {
+                    "memcpy_gb_s": row["bytes"] / statistics.median(times["memcpy"]) / 1e9,
+                    "engine_gb_s": row["bytes"] / statistics.median(times["engine"]) / 1e9,
+                    "engine_to_memcpy": ratio(times, "engine", "memcpy"),
+                    "engine_to_loop": ratio(times, "engine", "loop"),
+                    "loop_rounds": loop_rounds,
+                }
+            s, ld = row["store"], row["load"]
+            print(
+                f"{name:10} {row['piece_bytes'] >> 10:5} KiB {count:6} blocks {order:10} "
+                f"memcpy {s['memcpy_gb_s']:5.1f} {ld['memcpy_gb_s']:5.1f} GB/s   of memcpy: "
+                f"store {s['engine_to_memcpy']:.2f} load {ld['engine_to_memcpy']:.2f}   "
+                f"of the loop: store {s['engine_to_loop']:.1f} load {ld['engine_to_loop']:.1f}",
+                flush=True,
+            )
+            rows.append(row)
+    engine.close()
+    del mirror
+    pool.close()
+    return rows
+
+
+def bench_submission(rounds: int) -> dict:
+    """Milliseconds to check 4096 random pairs and build the copy descriptors of 122 regions, copying nothing."""
+    blocks = 4097
+    kv = {f"layer.{i}": (torch.empty(blocks, 64, dtype=torch.int8),) * 2 for i in range(61)}
+    kv = {name: tuple(t.clone() for t in parts) for name, parts in kv.items()}
+    regions = find_regions(kv, blocks)
+    pool = HostPool.allocate(regions, blocks, threads=1)
+    planner = Planner(regions, pool)
+    rng = np.random.default_rng(0)
+    pairs = np.stack([rng.permutation(np.arange(1, blocks)) for _ in range(2)], axis=1)
+    times = {
+        "plan_ms": [timed(lambda: planner.plan(pairs, Direction.STORE), 1) * 1e3 for _ in range(rounds)],
+        "descriptors_ms": [
+            timed(lambda: planner.plan(pairs, Direction.STORE).pieces(), 1) * 1e3 for _ in range(rounds)
+        ],
+    }
+    pool.close()
+    result = {name: statistics.median(values) for name, values in times.items()}
+    result |= {"blocks": blocks - 1, "regions": len(regions)}
+    print(f"submission of {blocks - 1} blocks x {len(regions)} regions: {result['descriptors_ms']:.1f} ms")
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gib", type=float, help="GiB a side; default: 4, or a third of the free memory")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--shape", choices=SHAPES, action="append", help="only this shape; repeatable")
+    parser.add_argument("--output", type=Path, default=Path("reports/bench-copy.json"))
+    args = parser.parse_args()
+    args.gib = args.gib or min(4.0, min(free for _, free in host_limits() if free > GIB) / 3 / GIB)
+    torch.set_num_threads(args.threads)
+    executor = ThreadPoolExecutor(args.threads)
+    submission = bench_submission(args.rounds)
+    rows = [row for name in args.shape or SHAPES for row in bench_shape(name, args, executor)]
+    settings = {"threads": args.threads, "rounds": args.rounds, "gib_a_side": args.gib}
+    settings |= {"torch": torch.__version__, "machine": platform.machine(), "python": platform.python_version()}
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(
+        json.dumps({"settings": settings, "submission": submission, "copies": rows}, indent=1) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

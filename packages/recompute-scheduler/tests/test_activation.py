@@ -42,7 +42,7 @@ def test_both_spellings_are_read(additional, expected):
 
 
 def test_spellings_that_disagree_are_an_error_that_names_both():
-    with pytest.raises(ValueError, match=rf"{FLAG} is true, scheduler_config.{FLAG} is false"):
+    with pytest.raises(ValueError, match=rf"{FLAG} is True, scheduler_config.{FLAG} is False"):
         flag({FLAG: True, "scheduler_config": {FLAG: False}})
 
 

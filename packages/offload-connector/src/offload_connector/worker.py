@@ -56,8 +56,8 @@ class OffloadWorker:
         capacity = self._config.cpu_bytes_per_rank // block_bytes
         if capacity < 1:
             raise ValueError(
-                f"RecomputeCPUOffloadConnector: {PER_RANK} gives {self._config.cpu_bytes_per_rank} bytes, but a block of "
-                f"this model takes {block_bytes} on each rank; give at least that, better the blocks of all requests "
+                f"RecomputeCPUOffloadConnector: {PER_RANK} gives {self._config.cpu_bytes_per_rank} bytes, but a block "
+                f"of this model takes {block_bytes} on each rank; give at least that, better the blocks of all requests "
                 "that you expect to be preempted at once"
             )
         # Host block 0 mirrors the null block and is never touched, so its pages cost no memory.

@@ -12,11 +12,28 @@ try:
     from vllm.logger import init_logger
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.request import Request
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, UniformTypeKVCacheSpecs
+    from vllm.v1.request import Request, RequestStatus
 except ImportError as error:
     raise ImportError(f"recompute-scheduler needs {SUPPORTED} in this environment: {error}") from error
 
-__all__ = ["SUPPORTED", "AsyncScheduler", "EngineArgs", "Request", "Scheduler", "VllmConfig", "init_logger"]
+__all__ = [
+    "SUPPORTED",
+    "AsyncScheduler",
+    "EngineArgs",
+    "EngineCoreOutput",
+    "EngineCoreOutputs",
+    "FinishReason",
+    "FullAttentionSpec",
+    "KVCacheConfig",
+    "Request",
+    "RequestStatus",
+    "Scheduler",
+    "UniformTypeKVCacheSpecs",
+    "VllmConfig",
+    "init_logger",
+]
 
 
 def require_parameters(function: Callable[..., Any], *expected: str) -> None:
@@ -34,4 +51,5 @@ def require_parameters(function: Callable[..., Any], *expected: str) -> None:
 for _scheduler in (Scheduler, AsyncScheduler):
     require_parameters(_scheduler.schedule, "self")
     require_parameters(_scheduler._preempt_request, "self", "request", "timestamp")
+    require_parameters(_scheduler.update_from_output, "self", "scheduler_output", "model_runner_output")
 require_parameters(EngineArgs.create_engine_config, "self")

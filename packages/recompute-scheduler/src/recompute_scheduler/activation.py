@@ -16,30 +16,44 @@ class Activation(enum.Enum):
     OFF = "off"
 
 
+def settings(additional_config: Any, *keys: str) -> dict[str, Any]:
+    """Read `keys` from vLLM's `additional_config`.
+
+    Two spellings are in use, at the top and in a section: `{"key": value}` and `{"scheduler_config": {"key": value}}`.
+
+    Returns:
+        The values of those keys that are there.
+
+    Raises:
+        ValueError: the two spellings disagree.
+    """
+    if not isinstance(additional_config, dict):
+        return {}
+    section = additional_config.get(SECTION)
+    section = section if isinstance(section, dict) else {}
+    found = {}
+    for key in keys:
+        values = [place[key] for place in (additional_config, section) if key in place]
+        if len(values) == 2 and values[0] != values[1]:
+            raise ValueError(
+                f"additional-config contradicts itself: {key} is {values[0]!r}, {SECTION}.{key} is {values[1]!r}; "
+                "keep one of them"
+            )
+        if values:
+            found[key] = values[0]
+    return found
+
+
 def flag(additional_config: Any) -> bool:
     """Read the flag from vLLM's `additional_config`.
 
-    Both spellings are in use: `{"recompute_scheduler_enable": true}` and
-    `{"scheduler_config": {"recompute_scheduler_enable": true}}`.
-
     Raises:
-        ValueError: the flag is not true or false, or the two spellings disagree.
+        ValueError: it is not true or false, or its two spellings disagree.
     """
-    if not isinstance(additional_config, dict):
-        return False
-    found: dict[str, bool] = {}
-    section = additional_config.get(SECTION)
-    for place, values in ((FLAG, additional_config), (f"{SECTION}.{FLAG}", section)):
-        if not isinstance(values, dict) or FLAG not in values:
-            continue
-        value = values[FLAG]
-        if not isinstance(value, bool):
-            raise ValueError(f"additional-config: {place} is {value!r}; write true or false")
-        found[place] = value
-    if len(set(found.values())) > 1:
-        given = ", ".join(f"{place} is {str(value).lower()}" for place, value in found.items())
-        raise ValueError(f"additional-config contradicts itself: {given}; keep one of them")
-    return any(found.values())
+    value = settings(additional_config, FLAG).get(FLAG, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"additional-config: {FLAG} is {value!r}; write true or false")
+    return value
 
 
 def decide(vllm_config: VllmConfig, requested: bool | None = None) -> Activation:

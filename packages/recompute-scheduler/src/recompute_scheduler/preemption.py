@@ -1,9 +1,19 @@
 """The mixin that lets a KV connector keep what a preemption would throw away."""
 
+from collections import Counter
 from typing import Any
 
-from recompute_scheduler._vllm import Request, init_logger
+from recompute_scheduler._vllm import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+    Request,
+    RequestStatus,
+    init_logger,
+)
 from recompute_scheduler.activation import Activation, decide
+from recompute_scheduler.fallback import FALLBACK, STOP_REASON, Fallback, why_not_resend
+from recompute_scheduler.headroom import Headroom
 from recompute_scheduler.hook import HOOK, PreemptionHook, find_hooks
 
 logger = init_logger("vllm.recompute_scheduler")
@@ -15,12 +25,19 @@ class RecomputePreemption:
     vLLM calls `_preempt_request` from two places: inside `schedule()`, when the KV cache is full, and from
     `reset_prefix_cache(reset_running_requests=True)`, when the KV has become invalid (new weights, say). Only the first
     may be kept, hence the note of being inside `schedule()`.
+
+    Attributes:
+        recompute_counters: since the start, "preempted", "offloaded", "recomputed" and "resent" requests.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.recompute_counters: Counter[str] = Counter()
         self._inside_schedule = False
         self._hooks: list[PreemptionHook] = []
+        self._to_resend: list[Request] = []
+        self._resent: list[Request] = []
+        self._told: set[str] = set()
         # The flag may be absent here: whoever names this class with --scheduler-cls wants it on.
         if decide(self.vllm_config, requested=True) is Activation.ON:  # type: ignore[attr-defined]
             self._hooks = find_hooks(self.connector)  # type: ignore[attr-defined]
@@ -30,27 +47,83 @@ class RecomputePreemption:
                     "by vLLM. Add RecomputeCPUOffloadConnector to kv-transfer-config to keep their KV cache.",
                     HOOK,
                 )
+        self._fallback = Fallback.parse(self.vllm_config.additional_config)  # type: ignore[attr-defined]
+        manager = self.kv_cache_manager  # type: ignore[attr-defined]
+        self._headroom = Headroom(self.kv_cache_config, manager.watermark_blocks)  # type: ignore[attr-defined]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        if self._hooks:
+            blocks = self._headroom.blocks(self.running, self.current_step)  # type: ignore[attr-defined]
+            self.kv_cache_manager.watermark_blocks = blocks  # type: ignore[attr-defined]
         self._inside_schedule = True
         try:
-            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+            scheduled = super().schedule(*args, **kwargs)  # type: ignore[misc]
         finally:
             self._inside_schedule = False
+        if self._to_resend:
+            self._end_for_resend()
+        return scheduled
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        if self._inside_schedule and self._hooks:
-            self._keep(request)
+        asked = self._inside_schedule and bool(self._hooks)
+        kept = asked and self._keep(request)
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+        if kept:
+            self._headroom.note_saved(request, self.current_step)  # type: ignore[attr-defined]
+        elif asked:
+            self._fall_back(request)
 
     def _keep(self, request: Request) -> bool:
+        self.recompute_counters["preempted"] += 1
         block_ids = self.kv_cache_manager.get_block_ids(request.request_id)  # type: ignore[attr-defined]
+        num_computed_tokens = request.num_computed_tokens
         for hook in self._hooks:
-            if hook.update_state_before_preempt(request, block_ids, request.num_computed_tokens):
+            if hook.update_state_before_preempt(request, block_ids, num_computed_tokens):
+                self.recompute_counters["offloaded"] += 1
                 logger.info(
-                    "Recompute preemption offload enabled for request %s: %d tokens kept on the host",
+                    "Recompute preemption offload enabled for request %s: %d tokens",
                     request.request_id,
-                    request.num_computed_tokens,
+                    num_computed_tokens,
                 )
                 return True
         return False
+
+    def _fall_back(self, request: Request) -> None:
+        if self._fallback.resends(request):
+            self._to_resend.append(request)
+            return
+        self.recompute_counters["recomputed"] += 1
+        reason = why_not_resend(request) if self._fallback.resend else None
+        if reason is not None and reason not in self._told:
+            self._told.add(reason)
+            logger.warning(
+                "%s is resend, but request %s is recomputed here: %s. Further such requests are not logged.",
+                FALLBACK,
+                request.request_id,
+                reason,
+            )
+
+    def _end_for_resend(self) -> None:
+        """End the requests that a proxy shall send to Prefill again; vLLM's loop must not see them vanish under it."""
+        for request in self._to_resend:
+            self.finish_requests(request.request_id, RequestStatus.FINISHED_STOPPED)  # type: ignore[attr-defined]
+            self.recompute_counters["resent"] += 1
+            logger.info("Request %s ends here to be sent to Prefill again", request.request_id)
+        self._resent += self._to_resend
+        self._to_resend = []
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
+        outputs = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        for request in self._resent:
+            of_client = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
+            of_client.outputs.append(
+                EngineCoreOutput(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    finish_reason=FinishReason.STOP,
+                    stop_reason=STOP_REASON,
+                    trace_headers=request.trace_headers,
+                )
+            )
+        self._resent = []
+        return outputs

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.structured_output import StructuredOutputManager
 
-from recompute_scheduler._vllm import Request, Scheduler, VllmConfig
+from recompute_scheduler._vllm import EngineCoreOutput, Request, Scheduler, VllmConfig
 
 BLOCK_SIZE = 16
 VOCABULARY = 512
@@ -67,6 +67,12 @@ def make_kv_cache_config(num_blocks: int, specs: Sequence[KVCacheSpec] | None = 
 class ScriptedEngine:
     """One real scheduler, stepped by hand.
 
+    Attributes:
+        outputs: token ids put out so far, by request.
+        ends: the last output of each request that has ended.
+        trace: scheduled tokens by request, one entry per step.
+        connector_stats: what connectors hand to vLLM's /metrics, one entry per step that had any.
+
     Args:
         scheduler_cls: vLLM's Scheduler or AsyncScheduler, or a class made from them.
         vllm_config: see `make_config`; with async scheduling one step is in flight while the next is scheduled.
@@ -95,6 +101,7 @@ class ScriptedEngine:
         )
         self.worker = worker
         self.outputs: dict[str, list[int]] = {}
+        self.ends: dict[str, EngineCoreOutput] = {}
         self.trace: list[dict[str, int]] = []
         self.connector_stats: list[dict[str, Any]] = []
         self._depth = 2 if vllm_config.scheduler_config.async_scheduling else 1
@@ -103,7 +110,8 @@ class ScriptedEngine:
     def add(self, request_id: str, prompt: Sequence[int], max_tokens: int, **options: Any) -> Request:
         """Queue a request; `options` are SamplingParams fields, or `priority`, or `arrival_time`."""
         attributes = {name: options.pop(name) for name in ("priority", "arrival_time") if name in options}
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **options)
+        options.setdefault("temperature", 0.0)
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **options)
         request = Request(request_id, list(prompt), params, None, block_hasher=self._hasher, **attributes)
         self.scheduler.add_request(request)
         self.outputs[request_id] = []
@@ -146,6 +154,8 @@ class ScriptedEngine:
                 self.connector_stats.append(outputs.scheduler_stats.kv_connector_stats)
             for one in outputs.outputs:
                 self.outputs[one.request_id].extend(one.new_token_ids)
+                if one.finish_reason is not None:
+                    self.ends[one.request_id] = one
 
 
 def _token(request_id: str, position: int) -> int:

@@ -1,0 +1,174 @@
+"""Command lines of a prefill/decode deployment on loopback, and the arms that the demo compares."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pd_integration.plugin import ASYNC_SCHEDULING, STEP_TRACE
+from pd_integration.servers import HOST, Server, free_ports, vllm_server
+
+MODEL_NAME = "tiny"
+BLOCK_TOKENS = 32  # a multiple of 32, or vLLM's CPU attention is slow
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the servers are; blocks are of `BLOCK_TOKENS` tokens."""
+
+    max_model_len: int = 2048
+    max_num_seqs: int = 16
+    ample_blocks: int = 1200
+    """KV cache of the plain server and of Prefill: never full."""
+    decode_blocks: int = 230
+    """Decode's KV cache: about half of what its running requests come to need."""
+    decode_budget: int = 16
+    """Decode's max_num_batched_tokens: max_num_seqs, no speculative tokens."""
+    host_bytes: int = 1 << 28
+    """cpu_bytes_to_use_per_rank of the connector."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to run Decode."""
+
+    name: str
+    connector: bool
+    async_scheduling: bool
+
+
+OFF = Arm("vLLM's own recompute", connector=False, async_scheduling=True)
+ON = Arm("connector", connector=True, async_scheduling=True)
+ON_SYNC = Arm("connector, async scheduling off", connector=True, async_scheduling=False)
+
+
+def mooncake(role: str) -> dict:
+    """The Mooncake connector's transfer config for a host without an accelerator."""
+    return {
+        "kv_connector": "MooncakeConnectorCPU",
+        "kv_connector_module_path": "pd_integration.mooncake_cpu",
+        "kv_role": role,
+        "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
+    }
+
+
+def decode_transfer(arm: Arm, host_bytes: int) -> dict:
+    """Decode's transfer config: Mooncake alone, or together with the offload connector in a MultiConnector."""
+    if not arm.connector:
+        return mooncake("kv_consumer")
+    offload = {
+        "kv_connector": "RecomputeCPUOffloadConnector",
+        "kv_role": "kv_consumer",
+        "kv_connector_extra_config": {"cpu_bytes_to_use_per_rank": host_bytes},
+    }
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_consumer",
+        "kv_connector_extra_config": {"connectors": [mooncake("kv_consumer"), offload]},
+    }
+
+
+def _common(sizes: Sizes) -> list[str]:
+    return [
+        *("--served-model-name", MODEL_NAME),
+        *("--dtype", "float32"),
+        *("--max-model-len", str(sizes.max_model_len)),
+        *("--max-num-seqs", str(sizes.max_num_seqs)),
+        *("--block-size", str(BLOCK_TOKENS)),
+        "--enforce-eager",
+        "--no-enable-prefix-caching",
+        # The engine core runs the model itself: one process less that waits busily.
+        *("--distributed-executor-backend", "uni"),
+    ]
+
+
+def plain_server(model: Path, run_dir: Path, sizes: Sizes) -> Server:
+    """One vLLM server that does everything, with a KV cache that is never full: what the outputs must be."""
+    arguments = [*_common(sizes), "--num-gpu-blocks-override", str(sizes.ample_blocks)]
+    return vllm_server("plain", model, run_dir / "plain.log", arguments)
+
+
+def prefill_server(model: Path, run_dir: Path, sizes: Sizes, bootstrap_port: int) -> Server:
+    """The Prefill server; Decode asks its bootstrap port where the KV is."""
+    arguments = [
+        *_common(sizes),
+        *("--num-gpu-blocks-override", str(sizes.ample_blocks)),
+        *("--kv-transfer-config", json.dumps(mooncake("kv_producer"))),
+    ]
+    environment = {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(bootstrap_port)}
+    return vllm_server("prefill", model, run_dir / "prefill.log", arguments, environment)
+
+
+def decode_server(model: Path, run_dir: Path, sizes: Sizes, arm: Arm) -> Server:
+    """The Decode server of ``arm``; its scheduler's steps go to ``run_dir/trace.jsonl``."""
+    arguments = [
+        *_common(sizes),
+        *("--num-gpu-blocks-override", str(sizes.decode_blocks)),
+        *("--max-num-batched-tokens", str(sizes.decode_budget)),
+        *("--kv-transfer-config", json.dumps(decode_transfer(arm, sizes.host_bytes))),
+    ]
+    if arm.connector:
+        arguments += ["--additional-config", json.dumps({"recompute_scheduler_enable": True})]
+    environment = {STEP_TRACE: str(run_dir / "trace.jsonl")}
+    if arm.async_scheduling:
+        environment[ASYNC_SCHEDULING] = "1"
+    return vllm_server("decode", model, run_dir / "decode.log", arguments, environment)
+
+
+def proxy_server(prefill: Server, bootstrap_port: int, decode: Server, run_dir: Path) -> Server:
+    """The proxy in front of one Prefill and one Decode server."""
+    port = free_ports(1)[0]
+    command = [sys.executable, "-m", "pd_integration.proxy", "--prefill", prefill.url]
+    command += ["--prefill-bootstrap", f"http://{HOST}:{bootstrap_port}", "--decode", decode.url]
+    command += ["--host", HOST, "--port", str(port)]
+    return Server("proxy", command, port, run_dir / "proxy.log")
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A running Prefill server, to which Decode servers are joined one after the other."""
+
+    model: Path
+    sizes: Sizes
+    prefill: Server
+    bootstrap_port: int
+
+    @contextlib.contextmanager
+    def decode(self, arm: Arm, run_dir: Path) -> Iterator[Pair]:
+        """Start Decode as ``arm`` says, with a proxy in front; both are stopped when the block ends."""
+        with decode_server(self.model, run_dir, self.sizes, arm) as decode:
+            decode.wait_healthy()
+            with proxy_server(self.prefill, self.bootstrap_port, decode, run_dir) as proxy:
+                proxy.wait_healthy()
+                yield Pair(self.prefill, decode, proxy, run_dir / "trace.jsonl")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A whole deployment that answers on ``proxy.url``."""
+
+    prefill: Server
+    decode: Server
+    proxy: Server
+    trace: Path
+
+    def check(self) -> None:
+        """Raise ServerError if one of the three has died."""
+        for server in (self.decode, self.prefill, self.proxy):
+            server.check_alive()
+
+
+@contextlib.contextmanager
+def deployment(
+    model: Path, run_dir: Path, sizes: Sizes, beside: Callable[[], None] = lambda: None
+) -> Iterator[Deployment]:
+    """Start the Prefill server, run ``beside`` while it starts, and stop it when the block ends."""
+    bootstrap_port = free_ports(1)[0]
+    with prefill_server(model, run_dir, sizes, bootstrap_port) as prefill:
+        beside()
+        prefill.wait_healthy()
+        yield Deployment(model, sizes, prefill, bootstrap_port)

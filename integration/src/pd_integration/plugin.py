@@ -1,0 +1,44 @@
+"""vLLM plugin of the test harness (entry point ``vllm.general_plugins``).
+
+vLLM calls `register` in the API server, the engine core and every worker. Without the environment variables below it
+changes nothing.
+
+- ``PD_INTEGRATION_ASYNC_SCHEDULING=1``: keep async scheduling on, on the CPU platform. It is vLLM's default on
+  accelerators; its CPU platform turns it off whatever is asked for, because it brings a CPU no speed. We want the
+  scheduling that users run.
+- ``PD_INTEGRATION_STEP_TRACE=PATH``: write what the scheduler does in each step to PATH, see `step_trace`.
+"""
+
+from __future__ import annotations
+
+import os
+
+ASYNC_SCHEDULING = "PD_INTEGRATION_ASYNC_SCHEDULING"
+STEP_TRACE = "PD_INTEGRATION_STEP_TRACE"
+
+
+def register() -> None:
+    """Install what the environment asks for; safe to call more than once."""
+    if os.environ.get(ASYNC_SCHEDULING) == "1":
+        keep_async_scheduling()
+    if path := os.environ.get(STEP_TRACE):
+        from pd_integration.step_trace import install
+
+        install(path)
+
+
+def keep_async_scheduling() -> None:
+    """Make the CPU platform leave ``async_scheduling`` on, as every other platform of vLLM does."""
+    from vllm.config import VllmConfig
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__
+    if getattr(check, "keeps_async_scheduling", False):
+        return
+
+    def check_and_update_config(cls: type[CpuPlatform], vllm_config: VllmConfig) -> None:
+        check(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    check_and_update_config.keeps_async_scheduling = True  # type: ignore[attr-defined]
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)

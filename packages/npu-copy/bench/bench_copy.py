@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import json
 import platform
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from npu_copy import CopyEngine, Direction, HostPool, find_regions
+from npu_copy._threads import Team
 from npu_copy.host_memory import host_limits
 from npu_copy.plan import Planner
 
@@ -91,17 +92,17 @@ def host_mirror(kv: dict, pool: HostPool) -> dict:
     return views
 
 
-def large_memcpy(spans: list[tuple[int, int, int]], executor: ThreadPoolExecutor, threads: int) -> Callable[[], None]:
-    """libc's memcpy over (destination, source, size) spans, each cut evenly over the threads."""
+def large_memcpy(spans: list[tuple[int, int, int]], team: Team) -> Callable[[], None]:
+    """libc's memcpy of (destination, source, size) spans: whole regions, shared out in at least 8 slices a thread."""
     memcpy = ctypes.CDLL(None).memcpy
     memcpy.argtypes, memcpy.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_void_p
-
-    def part(i: int) -> None:
-        for destination, source, size in spans:
-            first, end = size * i // threads, size * (i + 1) // threads
-            memcpy(destination + first, source + first, end - first)
-
-    return lambda: [None for _ in executor.map(part, range(threads))] and None
+    parts = max(1, -(-8 * team.num_threads // len(spans)))
+    cuts = [
+        (d + size * i // parts, s + size * i // parts, size * (i + 1) // parts - size * i // parts)
+        for d, s, size in spans
+        for i in range(parts)
+    ]
+    return lambda: team.run(len(cuts), lambda i: memcpy(*cuts[i]))
 
 
 def timed(arm: Callable[[], None], repeats: int) -> float:
@@ -128,7 +129,7 @@ def ratio(times: dict[str, list[float]], arm: str, to: str) -> float:
     return statistics.median(t / a for a, t in zip(times[arm], times[to], strict=False))
 
 
-def bench_shape(name: str, args: argparse.Namespace, executor: ThreadPoolExecutor) -> list[dict]:
+def bench_shape(name: str, args: argparse.Namespace, team: Team) -> list[dict]:
     make, block_bytes = SHAPES[name]
     most = int(args.gib * GIB) // block_bytes
     kv = make(most)
@@ -160,11 +161,11 @@ def bench_shape(name: str, args: argparse.Namespace, executor: ThreadPoolExecuto
                     ends = (address, region.address) if store else (region.address, address)
                     spans.append((*ends, size))
                 arms = {
-                    "memcpy": large_memcpy(spans, executor, args.threads),
+                    "memcpy": large_memcpy(spans, team),
                     "engine": copy,
-                    "loop": lambda pairs=pairs, direction=direction: per_layer_loop(kv, mirror, pairs, direction),
+                    "loop": functools.partial(per_layer_loop, kv, mirror, pairs, direction),
                 }
-                loop_rounds = args.rounds if row["bytes"] <= GIB else min(3, args.rounds)
+                loop_rounds = min(args.rounds, 5 if row["bytes"] < GIB // 2 else 3)
                 times = measure(arms, args.rounds, loop_rounds)
                 row[direction.value] = {
                     "memcpy_gb_s": row["bytes"] / statistics.median(times["memcpy"]) / 1e9,
@@ -183,7 +184,7 @@ def bench_shape(name: str, args: argparse.Namespace, executor: ThreadPoolExecuto
             )
             rows.append(row)
     engine.close()
-    del mirror
+    del mirror, arms  # views of the pool
     pool.close()
     return rows
 
@@ -221,9 +222,9 @@ def main() -> None:
     args = parser.parse_args()
     args.gib = args.gib or min(4.0, min(free for _, free in host_limits() if free > GIB) / 3 / GIB)
     torch.set_num_threads(args.threads)
-    executor = ThreadPoolExecutor(args.threads)
+    team = Team(args.threads)
     submission = bench_submission(args.rounds)
-    rows = [row for name in args.shape or SHAPES for row in bench_shape(name, args, executor)]
+    rows = [row for name in args.shape or SHAPES for row in bench_shape(name, args, team)]
     settings = {"threads": args.threads, "rounds": args.rounds, "gib_a_side": args.gib}
     settings |= {"torch": torch.__version__, "machine": platform.machine(), "python": platform.python_version()}
     args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -200,7 +200,7 @@ class TestRefused:
             find_regions({"a": (bf16(N, 4), None)}, N)  # type: ignore[arg-type]
 
     def test_a_sparse_tensor(self) -> None:
-        with pytest.raises(UnsupportedLayout, match="layout torch.sparse_coo"):
+        with pytest.raises(UnsupportedLayout, match=r"layout torch\.sparse_coo"):
             find_regions({"a": bf16(N, 4).to_sparse()}, N)
 
     @pytest.mark.parametrize("num_blocks", [-1, 0, 1])

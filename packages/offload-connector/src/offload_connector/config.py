@@ -1,14 +1,18 @@
 """The connector's part of `--kv-transfer-config`."""
 
-from dataclasses import dataclass
-from typing import Any
+from __future__ import annotations
 
-from offload_connector._vllm import VllmConfig
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from offload_connector._vllm import VllmConfig
 
 PER_RANK = "cpu_bytes_to_use_per_rank"
 TOTAL = "cpu_bytes_to_use"
 SHARE_PREFIXES = "enable_offload_prefix_caching"
 VERIFY = "verify_restored_blocks"
+KEYS = (PER_RANK, TOTAL, SHARE_PREFIXES, VERIFY)
 DEFAULT_TOTAL_BYTES = 8 << 30
 ROLE = "kv_consumer"
 
@@ -28,7 +32,7 @@ class OffloadConfig:
     verify: bool = False
 
     @classmethod
-    def from_vllm(cls, vllm_config: VllmConfig) -> "OffloadConfig":
+    def from_vllm(cls, vllm_config: VllmConfig) -> OffloadConfig:
         """Read and check `kv_connector_extra_config` and `kv_role`.
 
         Raises:
@@ -46,14 +50,13 @@ class OffloadConfig:
         return cls.parse(transfer.kv_connector_extra_config, ranks)
 
     @classmethod
-    def parse(cls, extra: dict[str, Any], ranks: int) -> "OffloadConfig":
+    def parse(cls, extra: dict[str, Any], ranks: int) -> OffloadConfig:
         """Read the keys of `extra`; `ranks` is the number of cards that `cpu_bytes_to_use` is divided by."""
-        known = (PER_RANK, TOTAL, SHARE_PREFIXES, VERIFY)
         for key in extra:
-            if key not in known:
+            if key not in KEYS:
                 raise ValueError(
                     f"RecomputeCPUOffloadConnector: unknown key {key!r} in kv_connector_extra_config; "
-                    f"known keys are {', '.join(known)}"
+                    f"known keys are {', '.join(KEYS)}"
                 )
         total = _positive_bytes(extra, TOTAL, DEFAULT_TOTAL_BYTES)
         return cls(

@@ -1,0 +1,154 @@
+"""The clients of a run: when they come, what they must receive, when they hang up; and the operator's resets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.request import Request, RequestStatus
+
+from block_mapper import State
+from offload_connector.manager import OffloadManager
+from pd_integration.sim.errors import Violation
+from pd_integration.sim.model import Model
+from pd_integration.sim.scenario import Client, Scenario
+from pd_integration.sim.sibling import REMOTE
+from pd_integration.sim.tokens import Text
+
+
+class Clients:
+    """Adds requests, hangs up, resets; and holds every token against what the request must say."""
+
+    def __init__(self, scenario: Scenario, scheduler: Scheduler, model: Model, features: Counter[str],
+                 manager: OffloadManager, block_hasher: Any, random: Random) -> None:
+        self.step = 0
+        self._scenario = scenario
+        self._scheduler = scheduler
+        self._model = model
+        self._features = features
+        self._manager = manager
+        self._block_hasher = block_hasher
+        self._random = random
+        self._coming = list(enumerate(scenario.clients))
+        self._resets = list(scenario.resets)
+        self._here: dict[str, Client] = {}
+        self._received: dict[str, list[int]] = {}
+        self._ended: dict[str, FinishReason | None] = {}
+        self.tokens: dict[str, list[int]] = self._received
+
+    @property
+    def coming(self) -> bool:
+        return bool(self._coming)
+
+    # What they do
+
+    def act(self) -> None:
+        """Before a step is scheduled: some come, some hang up."""
+        self.step += 1
+        self._hang_up(0.3)
+        while self._coming and self._coming[0][1].step <= self.step:
+            self._add(*self._coming.pop(0))
+
+    def act_during_step(self) -> None:
+        """Aborts that arrive while a step runs; the engine carries them out before it takes in the step's output."""
+        self._hang_up(0.3)
+
+    def _add(self, index: int, client: Client) -> None:
+        request_id = f"r{index}"
+        text = Text(request_id, client.prompt, self._scenario.max_model_len + 16)
+        stop = [] if client.stop_at is None else [text.tokens[len(client.prompt) + client.stop_at]]
+        params = SamplingParams(temperature=0.0, max_tokens=client.max_tokens, ignore_eos=True, stop_token_ids=stop,
+                                extra_args={"kv_transfer_params": dict(REMOTE)} if client.remote else None)
+        request = Request(request_id, list(client.prompt), params, None, block_hasher=self._block_hasher,
+                          priority=client.priority, arrival_time=float(index))
+        self._model.texts[request_id] = text
+        self._here[request_id] = client
+        self._received[request_id] = []
+        self._scheduler.add_request(request)
+
+    def state(self, request: Request) -> str:
+        """Where a request is, in the words of scenario.ABORT_STATES."""
+        saved = self._manager._saved
+        state = State.GONE if saved is None else saved.state(request.request_id)
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return "loading" if state is State.LOADING else "remote"
+        if state in (State.STORING, State.RESTORABLE):
+            return state.value
+        if request.status == RequestStatus.RUNNING:
+            return "running"
+        return "preempted" if request.status == RequestStatus.PREEMPTED else "waiting"
+
+    def _hang_up(self, chance: float) -> None:
+        for request_id, client in list(self._here.items()):
+            request = self._scheduler.requests.get(request_id)
+            if client.abort is None or request is None or self.state(request) != client.abort:
+                continue
+            if self._random.random() < chance:
+                self._features[f"abort while {client.abort}"] += 1
+                self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+                self._end(request_id, FinishReason.ABORT)
+
+    def _end(self, request_id: str, reason: FinishReason | None) -> None:
+        del self._here[request_id]
+        self._ended[request_id] = reason
+
+    # What the operator does
+
+    @property
+    def wants_reset(self) -> bool:
+        return bool(self._resets and self._resets[0].step <= self.step)
+
+    def reset(self) -> None:
+        """Carry out a reset that is due, if vLLM would take it now: no load may be under way."""
+        requests = self._scheduler.requests.values()
+        if any(r.status == RequestStatus.WAITING_FOR_REMOTE_KVS or r.is_finished() for r in requests):
+            return
+        if any(r.num_computed_tokens and r.status != RequestStatus.RUNNING for r in requests):
+            return  # loaded, and not running yet
+        reset = self._resets.pop(0)
+        done = self._scheduler.reset_prefix_cache(reset.running, reset.connector)
+        self._features["reset with running requests" if reset.running else "reset"] += 1
+        if reset.running or (reset.connector and done):
+            # New weights, say: from here on all older KV is wrong.
+            self._model.epoch += 1
+
+    # What they must receive
+
+    def receive(self, output: EngineCoreOutput) -> None:
+        request_id = output.request_id
+        client = self._here.get(request_id)
+        if client is None:
+            raise Violation("output after the end", f"{request_id} gets {output.new_token_ids}")
+        text, received = self._model.texts[request_id], self._received[request_id]
+        at = len(client.prompt) + len(received)
+        expected = text.tokens[at : at + len(output.new_token_ids)]
+        if output.new_token_ids != expected:
+            raise Violation("wrong tokens", f"{request_id} gets {output.new_token_ids} at {at}, not {expected}")
+        received += output.new_token_ids
+        if output.finish_reason is not None:
+            self._check_end(request_id, client, output.finish_reason)
+            self._end(request_id, output.finish_reason)
+
+    def _check_end(self, request_id: str, client: Client, reason: FinishReason) -> None:
+        received = self._received[request_id]
+        if reason == FinishReason.LENGTH:
+            self._features["ended by length"] += 1
+            room = self._scenario.max_model_len - len(client.prompt)
+            if len(received) != min(client.max_tokens, room):
+                raise Violation("wrong length", f"{request_id} ends after {len(received)} of {client.max_tokens} tokens")
+        elif reason == FinishReason.STOP:
+            self._features["ended by a stop token"] += 1
+        elif reason == FinishReason.ERROR:
+            self._features["ended by a failed load"] += 1
+            if self._scenario.failure_policy != "fail":
+                raise Violation("request failed", f"{request_id} ends with an error")
+        else:
+            raise Violation("request failed", f"{request_id} ends with {reason}")
+
+    def check_served(self) -> None:
+        if self._here:
+            raise Violation("request lost", f"{sorted(self._here)} never ended")

@@ -1,0 +1,184 @@
+"""What happens in one run: the machine, the model, the clients and the faults, all from one seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+from block_mapper import GroupKind, KVGroup
+
+BLOCK = 4
+MODELS: dict[str, tuple[KVGroup, ...]] = {
+    "full": (KVGroup(GroupKind.FULL, BLOCK),),
+    "sliding": (KVGroup(GroupKind.SLIDING_WINDOW, BLOCK, window=9),),
+    "full+sliding": (KVGroup(GroupKind.FULL, BLOCK), KVGroup(GroupKind.SLIDING_WINDOW, BLOCK, window=8)),
+    "full+2*sliding": (
+        KVGroup(GroupKind.FULL, BLOCK),
+        KVGroup(GroupKind.SLIDING_WINDOW, BLOCK, window=6),
+        KVGroup(GroupKind.SLIDING_WINDOW, BLOCK, window=13),
+    ),
+    "full+chunked": (KVGroup(GroupKind.FULL, BLOCK), KVGroup(GroupKind.CHUNKED_LOCAL, BLOCK, window=12)),
+    "full+recurrent": (KVGroup(GroupKind.FULL, BLOCK), KVGroup(GroupKind.RECURRENT, 1 << 12)),
+    "full+recurrent aligned": (KVGroup(GroupKind.FULL, BLOCK), KVGroup(GroupKind.RECURRENT, BLOCK)),
+}
+ABORT_STATES = ("waiting", "running", "storing", "restorable", "loading", "remote", "preempted")
+
+
+@dataclass(frozen=True)
+class Client:
+    """One request and what its client does. abort: the state in which the client hangs up, or None; the chance is
+    taken anew in each step. stop_at: output position whose token is a stop token, or None."""
+
+    step: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    priority: int = 0
+    remote: bool = False
+    stop_at: int | None = None
+    abort: str | None = None
+
+
+@dataclass(frozen=True)
+class Reset:
+    """reset_prefix_cache at a step, with these arguments."""
+
+    step: int
+    running: bool
+    connector: bool
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A whole run; see the generator below for the ranges."""
+
+    seed: int
+    mode: str
+    ranks: int
+    model: str
+    num_blocks: int
+    host_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    token_budget: int
+    prefix_caching: bool
+    share_prefixes: bool
+    priority: bool
+    num_drafts: int
+    lookahead: int
+    sibling: str
+    remote_first: bool
+    fail_stores: float
+    fail_loads: float
+    fail_remote: float
+    failure_policy: str
+    store_seconds: float
+    load_seconds: float
+    remote_seconds: float
+    clients: tuple[Client, ...]
+    resets: tuple[Reset, ...]
+
+    @property
+    def groups(self) -> tuple[KVGroup, ...]:
+        return MODELS[self.model]
+
+    def only(self, clients: list[int], resets: list[int]) -> Scenario:
+        """The same run with some of its clients and resets, by index."""
+        return replace(
+            self,
+            clients=tuple(c for i, c in enumerate(self.clients) if i in clients),
+            resets=tuple(r for i, r in enumerate(self.resets) if i in resets),
+        )
+
+
+def generate(seed: int, steps: int) -> Scenario:
+    """The scenario of a seed; `steps` is about how long its clients keep coming."""
+    random = Random(seed)
+    pick = random.choice
+    mode = pick(("sync", "async", "async", "pipeline"))
+    model = pick(("full", "full", *MODELS))
+    recurrent = "recurrent" in model
+    num_drafts = 0 if recurrent or mode == "pipeline" else pick((0, 0, 1, 3))
+    lookahead = pick((0, num_drafts)) if mode == "sync" else num_drafts
+    max_num_seqs = random.randint(2, 6)
+    # A decode node's budget: a token for each request, and its drafts; sometimes more.
+    token_budget = max_num_seqs * (1 + num_drafts) * pick((1, 1, 2, 4)) + max_num_seqs * (lookahead > 0)
+    max_model_len = pick((24, 40, 64))
+    num_blocks = _least_blocks(model, max_model_len, num_drafts, lookahead, token_budget, mode)
+    num_blocks += pick((0, 1, 3, num_blocks // 2, num_blocks, 2 * num_blocks)) + 1
+    sibling = pick(("none", "none", "before", "after"))
+    failing = random.random() < 0.4
+    return Scenario(
+        seed=seed,
+        mode=mode,
+        ranks=pick((1, 1, 2, 2, 4)),
+        model=model,
+        num_blocks=num_blocks,
+        host_blocks=pick((0, 1, 3, num_blocks // 2, num_blocks, 4 * num_blocks, 4 * num_blocks)),
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        token_budget=token_budget,
+        prefix_caching=model != "full+recurrent" and random.random() < 0.4,
+        share_prefixes=random.random() < 0.3,
+        priority=random.random() < 0.3,
+        num_drafts=num_drafts,
+        lookahead=lookahead,
+        sibling=sibling,
+        remote_first=random.random() < 0.5,
+        fail_stores=pick((0.0, 0.1, 0.3)) if failing else 0.0,
+        fail_loads=pick((0.0, 0.1, 0.3)) if failing else 0.0,
+        fail_remote=pick((0.0, 0.2)) if failing else 0.0,
+        failure_policy=pick(("recompute", "recompute", "fail")),
+        store_seconds=pick((0.001, 0.02, 0.2)),
+        load_seconds=pick((0.001, 0.02, 0.2)),
+        remote_seconds=pick((0.01, 0.1, 0.5)),
+        clients=tuple(_clients(random, steps, max_model_len, sibling != "none")),
+        resets=tuple(
+            Reset(random.randrange(steps), random.random() < 0.7, random.random() < 0.4)
+            for _ in range(pick((0, 0, 1, 3)))
+        ),
+    )
+
+
+def _clients(random: Random, steps: int, max_model_len: int, sibling: bool) -> Any:
+    shared = [random.randrange(3, 512) for _ in range(max_model_len)]
+    step, impatience = 0, random.choice((0.0, 0.2, 0.6))
+    pace = random.choice((1, 4, 10))
+    while step < steps:
+        length = _boundary(random, max_model_len - 2)
+        common = random.choice((0, 0, min(length, _boundary(random, max_model_len))))
+        prompt = tuple(shared[:common]) + tuple(random.randrange(3, 512) for _ in range(length - common))
+        room = max_model_len - length
+        max_tokens = random.choice((1, min(2, room), min(_boundary(random, room), room), room))
+        yield Client(
+            step=step,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            priority=random.randrange(3),
+            remote=sibling and random.random() < 0.7,
+            stop_at=random.randrange(max_tokens) if random.random() < 0.15 else None,
+            abort=random.choice(ABORT_STATES) if random.random() < impatience else None,
+        )
+        # Clients come in bursts: only then does memory run out.
+        step += random.choice((0, 0, 0, 1, 2, pace, 3 * pace))
+
+
+def _boundary(random: Random, most: int) -> int:
+    """A length in 1..most, often at a block boundary or one beside it."""
+    if random.random() < 0.7:
+        return max(1, min(most, random.randint(1, -(-most // BLOCK)) * BLOCK + random.choice((-1, 0, 1))))
+    return random.randint(1, most)
+
+
+def _least_blocks(model: str, tokens: int, num_drafts: int, lookahead: int, budget: int, mode: str) -> int:
+    """Blocks that one request of the longest length needs alone."""
+    in_flight = budget * (1 if mode == "sync" else 2)
+    total = 0
+    for group in MODELS[model]:
+        positions = -(-(tokens + num_drafts + lookahead) // group.block_size)
+        if group.kind in (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL):
+            positions = min(positions, -(-((group.window or 0) + in_flight + num_drafts + lookahead) // BLOCK) + 1)
+        elif group.kind is GroupKind.RECURRENT:
+            positions = min(positions, 3)
+        total += positions
+    return total

@@ -1,0 +1,251 @@
+"""One run: the engine core's loop around the real scheduler, its clients, and what must hold after every step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, deque
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
+
+from npu_copy import Direction
+from offload_connector.connector import RecomputeCPUOffloadConnector
+from pd_integration.sim import sibling
+from pd_integration.sim.clients import Clients
+from pd_integration.sim.clock import Clock
+from pd_integration.sim.configs import block_hash, kv_cache_config, layers_of, structured_output_manager, vllm_config
+from pd_integration.sim.copies import SimulatedPath, simulated_device, virtual_time
+from pd_integration.sim.errors import Violation
+from pd_integration.sim.memory import RankMemory
+from pd_integration.sim.model import Model, StepPlan
+from pd_integration.sim.rank import HOST_SECONDS, Rank
+from pd_integration.sim.scenario import BLOCK, Scenario
+from pd_integration.sim.tokens import POISON_TOKEN
+from recompute_scheduler import AsyncRecomputeScheduler, RecomputeScheduler
+
+PATIENCE = 300
+"""Steps within which some request must get a token, as long as there are requests."""
+
+
+class Simulation:
+    """Everything of one scenario, ready to run.
+
+    Args:
+        scenario: what happens.
+        with_hook: False takes vLLM's own scheduler, which never asks to keep anything.
+    """
+
+    def __init__(self, scenario: Scenario, with_hook: bool = True) -> None:
+        self.scenario = scenario
+        self.features: Counter[str] = Counter()
+        self.trace: list[dict[str, int]] = []
+        self.clock = Clock()
+        self.layers = layers_of(scenario)
+        asynchronous = scenario.mode == "async"
+        self.model = Model(self._random("drafts"), scenario.num_drafts, scenario.lookahead > 0 or asynchronous, asynchronous)
+        block_bytes = self.layers.slots * BLOCK * 8
+        config = vllm_config(scenario, block_bytes)
+        cache = kv_cache_config(scenario, self.layers)
+        sibling.outside = self._outside()
+        init_none_hash(block_hash)
+        classes = (RecomputeScheduler, AsyncRecomputeScheduler) if with_hook else (Scheduler, AsyncScheduler)
+        self.scheduler = classes[asynchronous](
+            vllm_config=config,
+            kv_cache_config=cache,
+            structured_output_manager=structured_output_manager(),
+            block_size=BLOCK,
+            hash_block_size=BLOCK,
+            log_stats=True,
+        )
+        self.ranks = [self._make_rank(r, config, cache) for r in range(scenario.ranks)]
+        self.connector = _ours(self.scheduler.connector)
+        self.clients = Clients(scenario, self.scheduler, self.model, self.features, self.connector.manager,
+                               get_request_block_hasher(BLOCK, block_hash), self._random("clients"))
+        self._aggregator = KVOutputAggregator.from_connector(self.ranks[0].connector, scenario.ranks)
+        self._in_flight: deque[StepPlan] = deque()
+        self._depth = 1 if scenario.mode == "sync" else 2
+        self._hosts = self._random("hosts")
+        self._last_token = 0
+
+    def _random(self, *names: object) -> Random:
+        """Each part draws from its own source: what one does more or less of changes nothing for the others."""
+        return Random(repr((self.scenario.seed, *names)))
+
+    def _outside(self) -> sibling.Outside:
+        s, random = self.scenario, self._random("outside")
+        return sibling.Outside(
+            clock=self.clock,
+            random=random,
+            texts=self.model.texts,
+            layers=self.layers,
+            seconds=s.remote_seconds,
+            epoch=lambda: self.model.epoch,
+            fails=lambda: self._happens("remote load failed", s.fail_remote, random),
+            by_block=len(s.groups) == 1 and s.seed % 2 == 0,
+            undecided=lambda: random.random() < 0.2,
+            claimed=lambda _: self.features.update(["remote load"]),
+        )
+
+    def _happens(self, feature: str, probability: float, random: Random) -> bool:
+        if random.random() >= probability:
+            return False
+        self.features[feature] += 1
+        return True
+
+    def _make_rank(self, index: int, config: Any, cache: Any) -> Rank:
+        s, random = self.scenario, self._random("rank", index)
+        memory = RankMemory(index, s.num_blocks, BLOCK, self.layers.slots)
+        rank = Rank(index, self.clock, random, memory, self.layers)
+        assert sibling.outside is not None
+        sibling.outside.memory = memory
+        faults = self._random("faults", index)
+        path = SimulatedPath(
+            memory,
+            random,
+            {Direction.STORE: s.store_seconds, Direction.LOAD: s.load_seconds},
+            lambda direction: self._happens(
+                f"{direction.value} failed", s.fail_stores if direction is Direction.STORE else s.fail_loads, faults
+            ),
+        )
+        rank.connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
+        with simulated_device(rank.module, path):
+            rank.register(refused=s.host_blocks == 0)
+        return rank
+
+    # The engine core
+
+    def run(self, steps: int) -> None:
+        """Step until all clients are served or gone; Violation, or whatever the product raised, when something fails."""
+        with virtual_time(self.clock):
+            limit = 50 * steps
+            while not self._idle():
+                if self.clients.step > limit:
+                    raise Violation("no end", f"requests left after {limit} steps: {sorted(self.scheduler.requests)}")
+                self._step()
+            self._check_end()
+            for rank in self.ranks:
+                rank.connector.shutdown()
+
+    def _idle(self) -> bool:
+        return not (self.clients.coming or self.scheduler.has_requests() or self._in_flight)
+
+    def _step(self) -> None:
+        self.clients.act()
+        if self.clients.wants_reset:
+            while self._in_flight:
+                self._take_in()
+            self.clients.reset()
+        if self.scheduler.has_requests():
+            scheduled = self.scheduler.schedule()
+            self.trace.append(dict(scheduled.num_scheduled_tokens))
+            plan = self.model.plan(scheduled, self._in_flight)
+            self._in_flight.append(plan)
+            for rank in self.ranks:
+                # A worker in another process may be early or late.
+                if self._hosts.random() < 0.5:
+                    self._catch_up(rank, plan)
+            self._check_step()
+            if len(self._in_flight) < self._depth and (plan.rows or self.scheduler.has_requests()):
+                return
+        elif not self._in_flight:
+            self.clock.advance(HOST_SECONDS)
+            return
+        self._take_in()
+
+    def _catch_up(self, rank: Rank, plan: StepPlan) -> None:
+        for earlier in self._in_flight:
+            if not rank.executed(earlier):
+                rank.execute(earlier)
+            if earlier is plan:
+                return
+
+    def _take_in(self) -> None:
+        plan = self._in_flight[0]
+        for rank in self._hosts.sample(self.ranks, len(self.ranks)):
+            self._catch_up(rank, plan)
+        outputs: list[ModelRunnerOutput | None] = [rank.collect(plan) for rank in self.ranks]
+        self._in_flight.popleft()
+        output = self._aggregator.aggregate(outputs)
+        assert output is not None
+        output.req_ids = [row.text.request_id for row in plan.rows]
+        output.req_id_to_index = {request_id: i for i, request_id in enumerate(output.req_ids)}
+        output.sampled_token_ids = [
+            [POISON_TOKEN] * len(row.sampled) if row.text.request_id in plan.poisoned else row.sampled
+            for row in plan.rows
+        ]
+        self.clients.act_during_step()
+        for one in self.scheduler.update_from_output(plan.scheduled, output).values():
+            for result in one.outputs:
+                self._last_token = self.clients.step
+                self.clients.receive(result)
+        if self.scenario.num_drafts and self.scenario.mode == "sync" and plan.rows:
+            self.scheduler.update_draft_token_ids(self.model.take_drafts(plan))
+        self._note(plan)
+        self._check_step()
+
+    # What must hold
+
+    def _check_step(self) -> None:
+        self.connector.manager.check_integrity()
+        for rank in self.ranks:
+            rank.memory.check_null_block()
+        if self.scheduler.get_num_unfinished_requests() == 0:
+            self._last_token = self.clients.step
+        if self.clients.step - self._last_token > PATIENCE:
+            states = {r.request_id: r.status.name for r in self.scheduler.requests.values()}
+            raise Violation("no progress", f"no request got a token in {PATIENCE} steps: {states}")
+
+    def _check_end(self) -> None:
+        self.clock.drain()
+        self.clients.check_served()
+        pool = self.scheduler.kv_cache_manager.block_pool
+        if pool.get_num_free_blocks() != self.scenario.num_blocks - 1:
+            raise Violation("device blocks leaked", f"{pool.get_num_free_blocks()} of {self.scenario.num_blocks - 1} free")
+        manager = self.connector.manager
+        if manager.has_pending_jobs():
+            raise Violation("jobs left", "no request is left, but some job is open")
+        if manager._pool is not None and manager._pool.usage().used:
+            raise Violation("host blocks leaked", f"{manager._pool.usage()} with no request left")
+        busy = [rank.rank for rank in self.ranks if rank.memory.busy]
+        if busy:
+            raise Violation("copies left", f"ranks {busy} still copy")
+
+    def _note(self, plan: StepPlan) -> None:
+        """Count what this step was an example of."""
+        note = self.features
+        for row in plan.rows:
+            if row.drafts:
+                note["draft accepted"] += row.accepted > 0
+                note["draft rejected"] += row.accepted < row.drafts
+            if any(0 in table for table in row.tables):
+                note["null block in a table"] += 1
+            if row.samples and row.start and row.end - row.start == 1 + row.drafts:
+                note["decode step"] += 1
+        note["blocks zeroed"] += bool(plan.scheduled.new_block_ids_to_zero)
+        note["poisoned forward"] += bool(plan.poisoned)
+        note["load within a step"] += plan.scheduled.has_sync_kv_loads
+
+
+def _ours(connector: Any) -> RecomputeCPUOffloadConnector:
+    children = getattr(connector, "sub_connectors", [connector])
+    return next(child for child in children if isinstance(child, RecomputeCPUOffloadConnector))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """vLLM and the packages log every preemption; a thousand seeds need none of it."""
+    import logging
+
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)

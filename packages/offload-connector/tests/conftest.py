@@ -30,9 +30,10 @@ def make_engine(mode):
     """Return a function that builds an engine whose connector really stores and loads bytes."""
     made = []
 
-    def make(num_blocks, host_blocks=1000, ranks=1, **engine_args):
-        extra = {PER_RANK: host_blocks * BLOCK_BYTES}
-        engine_args.setdefault("kv_transfer_config", transfer_config(**extra))
+    def make(num_blocks, host_blocks=1000, ranks=1, options=None, policy="recompute", **engine_args):
+        extra = {PER_RANK: host_blocks * BLOCK_BYTES, **(options or {})}
+        transfer = {**transfer_config(**extra), "kv_load_failure_policy": policy}
+        engine_args.setdefault("kv_transfer_config", transfer)
         config = make_config(async_scheduling=mode == "async", **engine_args)
         config.parallel_config.world_size = ranks
         kv_cache_config = make_kv_cache_config(num_blocks)

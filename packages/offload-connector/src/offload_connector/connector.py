@@ -44,7 +44,7 @@ class RecomputeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             self._manager = OffloadManager.from_vllm(config, vllm_config, kv_cache_config)
         else:
-            self._worker = OffloadWorker(config, kv_cache_config)
+            self._worker = OffloadWorker(config, kv_cache_config, vllm_config.max_concurrent_batches > 1)
 
     @property
     def manager(self) -> OffloadManager:

@@ -140,7 +140,12 @@ class OffloadManager:
                 full.free,
                 PER_RANK,
             )
+            self.finished(req_id)
             return "host_full"
+        except UnsupportedGroup as refusal:
+            logger.warning("Request %s cannot be kept and will be recomputed: %s", req_id, refusal)
+            self.finished(req_id)
+            return "unsupported"
         self._add(STORE, req_id, pairs)
         num_blocks = sum(int(np.count_nonzero(table)) for table in self._saved.host_tables(req_id))
         self._preemptions[req_id] = _Preemption(request, num_blocks, self._clock(), request.num_output_tokens)

@@ -4,6 +4,7 @@ import torch
 
 from npu_copy import CopyEngine, CopyResult, Direction, HostPool, UnsupportedLayout, find_regions
 from offload_connector._vllm import KVCacheConfig, init_logger
+from offload_connector.checksums import BlockChecksums
 from offload_connector.config import PER_RANK, OffloadConfig
 from offload_connector.metadata import CopyJob, OffloadMetadata, OffloadWorkerMetadata
 from offload_connector.metrics import OffloadStats
@@ -20,18 +21,22 @@ class OffloadWorker:
     Args:
         config: the operator's settings.
         kv_cache_config: vLLM's; its num_blocks is the number of device blocks.
+        overlapping_steps: whether vLLM schedules a step before the one before it has ended.
     """
 
-    def __init__(self, config: OffloadConfig, kv_cache_config: KVCacheConfig) -> None:
-        self._stats = OffloadStats()
+    def __init__(self, config: OffloadConfig, kv_cache_config: KVCacheConfig, overlapping_steps: bool) -> None:
         self._config = config
-        self._kv_cache_config = kv_cache_config
+        self._num_blocks = kv_cache_config.num_blocks
+        self._overlapping_steps = overlapping_steps
+        self._stats = OffloadStats()
+        self._report = OffloadWorkerMetadata()
         self._host: HostPool | None = None
         self._engine: CopyEngine | None = None
-        self._report = OffloadWorkerMetadata()
-        self._waiting: dict[int, tuple[str, ...]] = {}
+        self._checksums: BlockChecksums | None = None
         self._open_stores: list[int] = []
-        self._within_step: dict[int, CopyJob] = {}
+        self._loads_behind: dict[int, CopyJob] = {}
+        self._loads_within: dict[int, CopyJob] = {}
+        self._differences: dict[int, RuntimeError | None] = {}
         self._finished: set[str] = set()
         self._failed: set[str] = set()
         self._failed_blocks: set[int] = set()
@@ -45,11 +50,9 @@ class OffloadWorker:
             ValueError: the budget holds not even one block.
             npu_copy.InsufficientHostMemory: the host has less memory than the budget.
         """
-        num_blocks = self._kv_cache_config.num_blocks
         try:
-            regions = find_regions(kv_caches, num_blocks)
+            regions = find_regions(kv_caches, self._num_blocks)
         except UnsupportedLayout as refusal:
-            logger.warning("Recompute offload is off on this rank: %s", refusal)
             self._report = OffloadWorkerMetadata(ranks=1, refusal=str(refusal))
             return
         block_bytes = sum(region.block_bytes for region in regions)
@@ -60,16 +63,19 @@ class OffloadWorker:
                 f"of this model takes {block_bytes} on each rank; give at least that, better the blocks of all requests "
                 "that you expect to be preempted at once"
             )
-        # Host block 0 mirrors the null block and is never touched, so its pages cost no memory.
+        # One more than the budget holds: host block 0 mirrors the null block and is never handed out.
         self._host = HostPool.allocate(regions, capacity + 1)
         self._engine = CopyEngine(regions, self._host)
+        if self._config.verify:
+            self._checksums = BlockChecksums(regions)
         self._report = OffloadWorkerMetadata(ranks=1, capacity=capacity, block_bytes=block_bytes)
         logger.info(
-            "Recompute offload: %d host blocks of %d bytes (%.2f GiB) on this rank, %d memory regions",
+            "Recompute offload: %d host blocks of %d bytes (%.2f GiB) on this rank, %d memory regions, copies by %s",
             capacity,
             block_bytes,
             capacity * block_bytes / (1 << 30),
             len(regions),
+            self._engine.backend,
         )
 
     def store(self, metadata: OffloadMetadata) -> None:
@@ -80,51 +86,76 @@ class OffloadWorker:
         # Blocks freed in an earlier step may be written that way from now on, so their stores must have ended.
         for job in self._open_stores:
             self._engine.wait(job, COPY_TIMEOUT)
-        if metadata.store is not None:
-            self._engine.submit(metadata.store.job, metadata.store.pairs, Direction.STORE)
-            self._open_stores.append(metadata.store.job)
+        if (store := metadata.store) is not None:
+            if self._checksums is not None:
+                self._checksums.note_store(store.pairs)
+            self._engine.submit(store.job, store.pairs, Direction.STORE)
+            self._open_stores.append(store.job)
 
     def load(self, metadata: OffloadMetadata) -> None:
         """Start this step's loads; called before the forward if `load_now` is there, else at any time in the step."""
         if self._engine is None:
             return
-        if (now := metadata.load_now) is not None:
-            self._within_step[now.job] = now
-            self._engine.submit(now.job, now.pairs, Direction.LOAD, block_compute=True)
+        if (within := metadata.load_now) is not None:
+            self._loads_within[within.job] = within
+            self._engine.submit(within.job, within.pairs, Direction.LOAD, block_compute=True)
+            if self._checksums is not None:
+                # Now: the forward adds a token to the last block.
+                self._engine.wait(within.job, COPY_TIMEOUT)
+                self._differences[within.job] = self._checksums.difference(within.pairs)
         if (behind := metadata.load_behind) is not None:
-            self._waiting[behind.job] = behind.requests
+            self._loads_behind[behind.job] = behind
             self._engine.submit(behind.job, behind.pairs, Direction.LOAD)
 
-    def _poll(self) -> None:
-        if self._engine is None:
-            return
-        for result in self._engine.poll():
-            self._note(result)
-
-    def _note(self, result: CopyResult) -> None:
-        self._report.done[result.job] = 1
-        store = result.direction is Direction.STORE
-        if store:
-            self._open_stores.remove(result.job)
-        requests = self._waiting.pop(result.job, ())
-        within_step = self._within_step.pop(result.job, None)
-        self._finished.update(requests)
-        if result.error is not None:
-            logger.error("%s job %d failed: %s", result.direction.name.lower(), result.job, result.error)
-            self._report.failed[result.job] = str(result.error)
-            self._failed.update(requests)
-            if within_step is not None:
-                self._failed_blocks.update(within_step.pairs[:, 1].tolist())
-        else:
-            self._stats.add("bytes_stored" if store else "bytes_loaded", result.nbytes)
-        self._stats.observe("store_seconds" if store else "load_seconds", result.seconds)
-
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """Return (requests whose load behind the step has ended, those among them whose load failed)."""
-        self._poll()
+        """Return (requests whose load behind the step has ended, those among them whose load failed).
+
+        Raises:
+            RuntimeError: a load within a step failed where vLLM could not take it back any more.
+        """
+        if self._engine is not None:
+            for result in self._engine.poll():
+                self._note(result)
         finished, self._finished = self._finished, set()
         failed, self._failed = self._failed, set()
         return finished, failed
+
+    def _note(self, result: CopyResult) -> None:
+        self._report.done[result.job] = 1
+        if result.direction is Direction.STORE:
+            self._open_stores.remove(result.job)
+            error = result.error
+        else:
+            error = self._note_load(result)
+        name = "store" if result.direction is Direction.STORE else "load"
+        self._stats.observe(f"{name}_seconds", result.seconds)
+        if error is None:
+            self._stats.add("bytes_stored" if name == "store" else "bytes_loaded", result.nbytes)
+            return
+        logger.error("Recompute offload: %s job %d failed on this rank: %s", name, result.job, error)
+        self._stats.add("copy_errors", label=name)
+        self._report.failed[result.job] = str(error)
+
+    def _note_load(self, result: CopyResult) -> BaseException | None:
+        behind, within = self._loads_behind.pop(result.job, None), self._loads_within.pop(result.job, None)
+        load = behind or within
+        assert load is not None
+        error = result.error
+        if error is None and self._checksums is not None:
+            error = self._differences.pop(load.job) if within else self._checksums.difference(load.pairs)
+        self._finished.update(load.requests)
+        if error is not None:
+            self._failed.update(load.requests)
+            if within is not None:
+                self._fail_within_step(within, error)
+        return error
+
+    def _fail_within_step(self, load: CopyJob, error: BaseException) -> None:
+        # vLLM takes a request back to its last valid block when it hears of bad blocks, but with overlapping steps the
+        # next step has already been scheduled on top of them, and its token would go out.
+        if self._overlapping_steps:
+            raise RuntimeError(f"load job {load.job} failed within its step, the engine must stop: {error}") from error
+        self._failed_blocks.update(load.pairs[:, 1].tolist())
 
     def take_failed_blocks(self) -> set[int]:
         """Return the device blocks of failed loads within a step."""
@@ -145,9 +176,13 @@ class OffloadWorker:
 
     def shutdown(self) -> None:
         """End the copies in flight and give the host memory back."""
-        if self._engine is not None:
-            self._engine.close(COPY_TIMEOUT)
-            self._engine = None
-        if self._host is not None:
-            self._host.close()
-            self._host = None
+        if self._engine is None or self._host is None:
+            return
+        engine, host, self._engine, self._host = self._engine, self._host, None, None
+        try:
+            engine.close(COPY_TIMEOUT)
+        except TimeoutError as error:
+            # The memory must outlive the copies; the process is about to end and takes it along.
+            logger.error("Recompute offload: %s", error)
+            return
+        host.close()

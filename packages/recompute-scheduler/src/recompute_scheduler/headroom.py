@@ -14,10 +14,11 @@ from collections.abc import Iterable
 
 from recompute_scheduler._vllm import FullAttentionSpec, KVCacheConfig, Request, RequestStatus, UniformTypeKVCacheSpecs
 
+MOST_EAGER = 1.0
 GROWTH_TOKENS = 128
 """Tokens by which every running request shall be able to grow before the cache is full again."""
 
-PATIENCE_STEPS = 20
+PATIENCE_STEPS = 12
 """Steps of waiting, for each saved request in the queue, after which nothing is kept free for the others.
 
 Both were chosen on traces of 1.25, 2 and 4 times the cache, see bench/thrash.py: larger values mean fewer preemptions
@@ -52,6 +53,6 @@ class Headroom:
         if not self._waiting:
             return self._watermark_blocks
         waited = step - min(since for _, since in self._waiting.values())
-        eagerness = min(1.0, waited / (PATIENCE_STEPS * len(self._waiting)))
+        eagerness = min(MOST_EAGER, waited / (PATIENCE_STEPS * len(self._waiting) ** 2))
         growth = sum(1 for _ in running) * GROWTH_TOKENS * self._blocks_per_token
         return max(self._watermark_blocks, int(growth * (1 - eagerness)))

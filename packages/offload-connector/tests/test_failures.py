@@ -1,0 +1,220 @@
+"""Copies that fail, layouts that are not known, memory that is not there."""
+
+import numpy as np
+import pytest
+import torch
+from test_connector import TIGHT, assert_empty, counters, load, manager
+
+from npu_copy import CopyResult, Direction
+from offload_connector import worker as worker_module
+from offload_connector.manager import LOAD_WITHIN_STEP_BYTES
+
+
+@pytest.fixture
+def loads_behind(monkeypatch):
+    """Every load runs behind its step."""
+    monkeypatch.setattr("offload_connector.manager.LOAD_WITHIN_STEP_BYTES", 0)
+
+
+def failing(engine, direction, every=2, rank=0):
+    """Let every second job of this direction fail on one rank, after it has copied garbage."""
+    copies = engine.worker.connectors[rank].worker._engine
+    poll, failed = copies.poll, []
+
+    def poll_with_failures():
+        results = []
+        for result in poll():
+            if result.direction is direction and result.job % every == 0:
+                failed.append(result.job)
+                result = CopyResult(result.job, direction, result.nbytes, result.seconds, OSError("injected"))
+            results.append(result)
+        return results
+
+    copies.poll = poll_with_failures
+    return failed
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_failed_store_falls_back(make_engine, ranks):
+    engine = make_engine(TIGHT, ranks=ranks)
+    failed = failing(engine, Direction.STORE, rank=ranks - 1)
+    load(engine, requests=8)
+    engine.run()
+    figures = counters(engine)
+    assert failed
+    assert figures["fallback"] >= len(failed)
+    assert figures["copy_errors"] == len(failed)
+    assert all(len(tokens) == 40 for tokens in engine.outputs.values())
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_failed_load_behind_the_step_is_recomputed(make_engine, loads_behind, ranks):
+    engine = make_engine(TIGHT, ranks=ranks)
+    failed = failing(engine, Direction.LOAD, rank=ranks - 1)
+    load(engine, requests=8)
+    engine.run()
+    assert failed
+    assert counters(engine)["fallback"] >= len(failed)
+    assert all(len(tokens) == 40 for tokens in engine.outputs.values())
+    assert_empty(engine)
+
+
+def test_a_failed_load_within_the_step_is_recomputed_or_stops_the_engine(make_engine, mode):
+    engine = make_engine(TIGHT)
+    failed = failing(engine, Direction.LOAD)
+    load(engine, requests=8)
+    if mode == "async":
+        with pytest.raises(RuntimeError, match="the engine must stop: injected"):
+            engine.run()
+        return
+    engine.run()
+    assert failed
+    assert all(len(tokens) == 40 for tokens in engine.outputs.values())
+    assert_empty(engine)
+
+
+def test_policy_fail_ends_the_request_with_an_error(make_engine, loads_behind):
+    from vllm.v1.engine import FinishReason
+
+    engine = make_engine(TIGHT, policy="fail")
+    failed = failing(engine, Direction.LOAD)
+    load(engine, requests=8)
+    engine.run()
+    errors = [name for name, end in engine.ends.items() if end.finish_reason is FinishReason.ERROR]
+    assert failed
+    assert errors
+    assert_empty(engine)
+
+
+def test_large_loads_run_behind_the_step(make_engine, loads_behind):
+    engine = make_engine(TIGHT)
+    load(engine)
+    behind = []
+    while engine.scheduler.has_requests():
+        meta = engine.step().kv_connector_metadata
+        assert meta.load_now is None
+        if meta.load_behind is not None:
+            behind += meta.load_behind.requests
+    assert behind
+    assert len(behind) == counters(engine)["preempted_restored"]
+
+
+def test_small_loads_run_within_the_step(make_engine):
+    assert LOAD_WITHIN_STEP_BYTES > 0
+    engine = make_engine(TIGHT)
+    load(engine)
+    within = 0
+    while engine.scheduler.has_requests():
+        meta = engine.step().kv_connector_metadata
+        assert meta.load_behind is None
+        within += meta.load_now is not None
+    assert within >= 2
+
+
+def test_verification_is_silent_when_blocks_come_back_right(make_engine):
+    engine = make_engine(TIGHT, options={"verify_restored_blocks": True})
+    load(engine)
+    engine.run()
+    figures = counters(engine)
+    assert figures["preempted_restored"] >= 3
+    assert "copy_errors" not in figures
+
+
+def test_verification_finds_a_byte_that_changed_on_the_host(make_engine, loads_behind):
+    engine = make_engine(TIGHT, options={"verify_restored_blocks": True})
+    load(engine)
+    host = engine.worker.connectors[0].worker._host
+    changed = False
+    while engine.scheduler.has_requests():
+        engine.step()
+        if not changed and manager(engine)._preemptions:
+            for region in range(2):
+                host.block_view(region)[1:, 0] ^= 1
+            changed = True
+    assert changed
+    assert counters(engine)["copy_errors"] >= 1
+    assert all(len(tokens) == 40 for tokens in engine.outputs.values())
+
+
+def test_an_unknown_layout_warns_once_and_leaves_the_fallback(make_engine, monkeypatch, caplog):
+    import logging
+
+    def refuse(kv_caches, num_blocks):
+        raise worker_module.UnsupportedLayout("layer.0 has a shape nobody knows")
+
+    monkeypatch.setattr(worker_module, "find_regions", refuse)
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    try:
+        engine = make_engine(TIGHT, ranks=2)
+        load(engine)
+        engine.run()
+    finally:
+        logger.removeHandler(caplog.handler)
+    told = [r.getMessage() for r in caplog.records if "layer.0 has a shape nobody knows" in r.getMessage()]
+    assert len(told) == 1
+    figures = counters(engine)
+    assert figures["fallback"] >= 1
+    assert "preempted_offloaded" not in figures
+    assert all(len(tokens) == 40 for tokens in engine.outputs.values())
+
+
+def test_an_unknown_kind_of_group_warns_and_leaves_the_fallback(mode):
+    from conftest import SCHEDULERS, transfer_config
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from offload_connector import groups
+    from recompute_scheduler.testing import BLOCK_SIZE, ScriptedEngine, make_config, make_kv_cache_config
+
+    class StrangeSpec(FullAttentionSpec):
+        pass
+
+    spec = StrangeSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    config = make_config(async_scheduling=mode == "async", kv_transfer_config=transfer_config())
+    kv_cache_config = make_kv_cache_config(TIGHT, [spec])
+    original = groups.FullAttentionSpec
+    groups.FullAttentionSpec = type("Nothing", (), {})
+    try:
+        engine = ScriptedEngine(SCHEDULERS[mode], config, kv_cache_config)
+    finally:
+        groups.FullAttentionSpec = original
+    load(engine)
+    engine.run()
+    assert counters(engine)["fallback"] >= 1
+
+
+def test_a_budget_below_one_block_is_an_error_that_says_how_much(make_engine):
+    with pytest.raises(ValueError, match="gives 100 bytes, but a block of this model takes 2048"):
+        make_engine(TIGHT, options={"cpu_bytes_to_use_per_rank": 100})
+
+
+def test_the_smallest_rank_decides(make_engine):
+    from offload_connector.metadata import OffloadWorkerMetadata
+
+    small = OffloadWorkerMetadata(ranks=1, capacity=7, block_bytes=10)
+    large = OffloadWorkerMetadata(ranks=1, capacity=9, block_bytes=8)
+    both = small.aggregate(large)
+    assert (both.ranks, both.capacity, both.block_bytes) == (2, 7, 10)
+    reports = OffloadWorkerMetadata(done={1: 1, 2: 1}, failed={2: "x"})
+    joined = both.aggregate(reports).aggregate(OffloadWorkerMetadata(done={1: 1}))
+    assert (joined.capacity, joined.done, joined.failed) == (7, {1: 2, 2: 1}, {2: "x"})
+
+
+def test_shutdown_with_copies_in_flight_ends(make_engine, loads_behind):
+    engine = make_engine(TIGHT)
+    load(engine)
+    while engine.step().kv_connector_metadata.load_behind is None:
+        pass
+    for connector in engine.worker.connectors:
+        connector.shutdown()
+        connector.shutdown()
+        assert connector.worker._engine is None
+
+
+def test_pairs_of_no_blocks_are_reported_too(make_engine):
+    engine = make_engine(TIGHT)
+    copies = engine.worker.connectors[0].worker._engine
+    copies.submit(99, np.empty((0, 2), np.int64), Direction.STORE)
+    copies.wait(99, 5)
+    assert [result.job for result in copies.poll()] == [99]

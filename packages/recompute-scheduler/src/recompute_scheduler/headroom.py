@@ -5,24 +5,27 @@ somebody is preempted again: blocks are copied to and fro and nobody gets far. S
 admission keeps some blocks free (its own watermark, which never applies when nothing runs):
 
     free blocks  |<- its blocks ->|<- growth of the running requests over the next GROWTH_TOKENS tokens each ->|
-                                                                 shrinks to nothing as the wait goes on
+                                                       shrinks towards LEAST_GROWTH_TOKENS as the wait goes on
 
-What is kept free shrinks with the time that the longest waiting saved request has waited, so that nobody starves.
+The longer saved requests wait, and the fewer they are, the less is kept free, so that nobody starves; and when nothing
+runs, nothing is.
 """
 
 from collections.abc import Iterable
 
 from recompute_scheduler._vllm import FullAttentionSpec, KVCacheConfig, Request, RequestStatus, UniformTypeKVCacheSpecs
 
-MOST_EAGER = 1.0
 GROWTH_TOKENS = 128
 """Tokens by which every running request shall be able to grow before the cache is full again."""
 
-PATIENCE_STEPS = 12
-"""Steps of waiting, for each saved request in the queue, after which nothing is kept free for the others.
+LEAST_GROWTH_TOKENS = 16
+"""What is left of that in the end: less, and the request just resumed is preempted again at once."""
 
-Both were chosen on traces of 1.25, 2 and 4 times the cache, see bench/thrash.py: larger values mean fewer preemptions
-and longer waits."""
+PATIENCE_STEPS = 10
+"""One saved request waits so many steps until only the least growth is kept free; n of them, n * n times as many.
+
+Chosen, like the two above, on traces of 1.25, 2 and 4 times the cache: larger values mean fewer preemptions and longer
+waits, and these give no more of either than vLLM's own recomputation."""
 
 
 class Headroom:
@@ -37,7 +40,7 @@ class Headroom:
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         growing = [spec for spec in specs if isinstance(spec, FullAttentionSpec | UniformTypeKVCacheSpecs)]
         self._blocks_per_token = sum(1 / spec.block_size for spec in growing)
-        self._watermark_blocks = watermark_blocks
+        self.watermark_blocks = watermark_blocks
         self._waiting: dict[str, tuple[Request, int]] = {}
 
     def note_saved(self, request: Request, step: int) -> None:
@@ -47,12 +50,16 @@ class Headroom:
     def blocks(self, running: Iterable[Request], step: int) -> int:
         """Return the blocks to keep free in `step`."""
         if self._waiting:
+            # One whose KV has been loaded is PREEMPTED again for a moment, but has its blocks.
             self._waiting = {
-                name: entry for name, entry in self._waiting.items() if entry[0].status is RequestStatus.PREEMPTED
+                name: (request, since)
+                for name, (request, since) in self._waiting.items()
+                if request.status is RequestStatus.PREEMPTED and request.num_computed_tokens == 0
             }
         if not self._waiting:
-            return self._watermark_blocks
+            return self.watermark_blocks
         waited = step - min(since for _, since in self._waiting.values())
-        eagerness = min(MOST_EAGER, waited / (PATIENCE_STEPS * len(self._waiting) ** 2))
-        growth = sum(1 for _ in running) * GROWTH_TOKENS * self._blocks_per_token
-        return max(self._watermark_blocks, int(growth * (1 - eagerness)))
+        patience = PATIENCE_STEPS * len(self._waiting) ** 2
+        tokens = max(LEAST_GROWTH_TOKENS, GROWTH_TOKENS * (1 - waited / patience))
+        growth = sum(1 for _ in running) * tokens * self._blocks_per_token
+        return max(self.watermark_blocks, int(growth))

@@ -53,8 +53,7 @@ class RecomputePreemption:
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         if self._hooks:
-            blocks = self._headroom.blocks(self.running, self.current_step)  # type: ignore[attr-defined]
-            self.kv_cache_manager.watermark_blocks = blocks  # type: ignore[attr-defined]
+            self.kv_cache_manager.watermark_blocks = self._blocks_to_keep_free()  # type: ignore[attr-defined]
         self._inside_schedule = True
         try:
             scheduled = super().schedule(*args, **kwargs)  # type: ignore[misc]
@@ -63,6 +62,12 @@ class RecomputePreemption:
         if self._to_resend:
             self._end_for_resend()
         return scheduled
+
+    def _blocks_to_keep_free(self) -> int:
+        if self.finished_recving_kv_req_ids:  # type: ignore[attr-defined]
+            # These hold the blocks of their load already: to keep them out would only waste those.
+            return self._headroom.watermark_blocks
+        return self._headroom.blocks(self.running, self.current_step)  # type: ignore[attr-defined]
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         asked = self._inside_schedule and bool(self._hooks)

@@ -5,6 +5,9 @@ median over the rounds of the two arms' times in one round.
 
     python bench/bench_copy.py                  all shapes, up to 4 GiB a side, to reports/bench-copy.json
     python bench/bench_copy.py --gib 1 --shape small-8k
+    python bench/bench_copy.py --device cuda
+
+On an accelerator "memcpy" is its driver's copy of whole regions.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
+import importlib
+import itertools
 import json
 import platform
 import statistics
@@ -32,21 +37,23 @@ GIB = 1 << 30
 MIN_SAMPLE_S = 0.01
 
 
-def layers(count: int, *shape: int) -> Callable[[int], dict]:
-    return lambda n: {f"layer.{i}": torch.zeros(n, *shape, dtype=torch.bfloat16) for i in range(count)}
+zeros = functools.partial(torch.zeros, dtype=torch.bfloat16)
 
 
-def keys_and_values(count: int, *shape: int) -> Callable[[int], dict]:
-    def make(n: int) -> dict:
-        zeros = torch.zeros
-        return {f"layer.{i}": tuple(zeros(n, *shape, dtype=torch.bfloat16) for _ in "KV") for i in range(count)}
+def layers(count: int, *shape: int) -> Callable[[int, str], dict]:
+    return lambda n, device: {f"layer.{i}": zeros(n, *shape, device=device) for i in range(count)}
+
+
+def keys_and_values(count: int, *shape: int) -> Callable[[int, str], dict]:
+    def make(n: int, device: str) -> dict:
+        return {f"layer.{i}": tuple(zeros(n, *shape, device=device) for _ in "KV") for i in range(count)}
 
     return make
 
 
-def packed(count: int, *shape: int) -> Callable[[int], dict]:
-    def make(n: int) -> dict:
-        blocks = torch.zeros(n, count, *shape, dtype=torch.bfloat16)
+def packed(count: int, *shape: int) -> Callable[[int, str], dict]:
+    def make(n: int, device: str) -> dict:
+        blocks = zeros(n, count, *shape, device=device)
         return {f"layer.{i}": blocks[:, i] for i in range(count)}
 
     return make
@@ -92,17 +99,29 @@ def host_mirror(kv: dict, pool: HostPool) -> dict:
     return views
 
 
-def large_memcpy(spans: list[tuple[int, int, int]], team: Team) -> Callable[[], None]:
-    """libc's memcpy of (destination, source, size) spans: whole regions, shared out in at least 8 slices a thread."""
+def large_memcpy(ends: list[tuple[torch.Tensor, torch.Tensor]], team: Team) -> Callable[[], None]:
+    """libc's memcpy of whole (destination, source) regions, shared out in at least 8 slices a thread."""
     memcpy = ctypes.CDLL(None).memcpy
     memcpy.argtypes, memcpy.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_void_p
-    parts = max(1, -(-8 * team.num_threads // len(spans)))
-    cuts = [
-        (d + size * i // parts, s + size * i // parts, size * (i + 1) // parts - size * i // parts)
-        for d, s, size in spans
-        for i in range(parts)
-    ]
+    parts = max(1, -(-8 * team.num_threads // len(ends)))
+    cuts = []
+    for destination, source in ends:
+        bounds = [destination.nbytes * i // parts for i in range(parts + 1)]
+        for start, end in itertools.pairwise(bounds):
+            cuts.append((destination.data_ptr() + start, source.data_ptr() + start, end - start))
     return lambda: team.run(len(cuts), lambda i: memcpy(*cuts[i]))
+
+
+def large_copy(ends: list[tuple[torch.Tensor, torch.Tensor]], device: str) -> None:
+    """The driver's own copy of whole regions, pinned memory on one side."""
+    for destination, source in ends:
+        destination.copy_(source, non_blocking=True)
+    synchronize(device)
+
+
+def synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.get_device_module(device).current_stream().synchronize()
 
 
 def timed(arm: Callable[[], None], repeats: int) -> float:
@@ -132,7 +151,7 @@ def ratio(times: dict[str, list[float]], arm: str, to: str) -> float:
 def bench_shape(name: str, args: argparse.Namespace, team: Team) -> list[dict]:
     make, block_bytes = SHAPES[name]
     most = int(args.gib * GIB) // block_bytes
-    kv = make(most)
+    kv = make(most, args.device)
     regions = find_regions(kv, most, block_dim=0)
     pool = HostPool.allocate(regions, most, threads=args.threads)
     engine = CopyEngine(regions, pool)
@@ -152,19 +171,19 @@ def bench_shape(name: str, args: argparse.Namespace, team: Team) -> list[dict]:
                 def copy(pairs=pairs, direction=direction, jobs=jobs) -> None:
                     job = next(jobs)
                     engine.submit(job, pairs, direction, block_compute=True)
+                    engine.wait(job, 60)
                     (result,) = engine.poll()
                     assert result.error is None
 
-                spans = []
-                for region, address in zip(regions, pool.addresses, strict=True):
-                    size = count * region.block_bytes
-                    ends = (address, region.address) if store else (region.address, address)
-                    spans.append((*ends, size))
-                arms = {
-                    "memcpy": large_memcpy(spans, team),
-                    "engine": copy,
-                    "loop": functools.partial(per_layer_loop, kv, mirror, pairs, direction),
-                }
+                def loop(pairs=pairs, direction=direction, mirror=mirror) -> None:
+                    per_layer_loop(kv, mirror, pairs, direction)
+                    synchronize(args.device)
+
+                whole = [(pool.block_view(i)[:count], r.block_view()[:count]) for i, r in enumerate(regions)]
+                ends = whole if store else [(device, host) for host, device in whole]
+                on_cpu = args.device == "cpu"
+                plain = large_memcpy(ends, team) if on_cpu else functools.partial(large_copy, ends, args.device)
+                arms = {"memcpy": plain, "engine": copy, "loop": loop}
                 loop_rounds = min(args.rounds, 5 if row["bytes"] < GIB // 2 else 3)
                 times = measure(arms, args.rounds, loop_rounds)
                 row[direction.value] = {
@@ -184,7 +203,7 @@ def bench_shape(name: str, args: argparse.Namespace, team: Team) -> list[dict]:
             )
             rows.append(row)
     engine.close()
-    del mirror, arms  # views of the pool
+    del mirror, loop, plain, arms, whole, ends  # views of the pool
     pool.close()
     return rows
 
@@ -214,19 +233,27 @@ def bench_submission(rounds: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", help='such as "cpu", "cuda" or "npu"; default: cpu')
     parser.add_argument("--gib", type=float, help="GiB a side; default: 4, or a third of the free memory")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--shape", choices=SHAPES, action="append", help="only this shape; repeatable")
     parser.add_argument("--output", type=Path, default=Path("reports/bench-copy.json"))
     args = parser.parse_args()
+    if args.device.startswith("npu"):
+        importlib.import_module("torch_npu")
     args.gib = args.gib or min(4.0, min(free for _, free in host_limits() if free > GIB) / 3 / GIB)
     torch.set_num_threads(args.threads)
     team = Team(args.threads)
     submission = bench_submission(args.rounds)
     rows = [row for name in args.shape or SHAPES for row in bench_shape(name, args, team)]
     settings = {"threads": args.threads, "rounds": args.rounds, "gib_a_side": args.gib}
-    settings |= {"torch": torch.__version__, "machine": platform.machine(), "python": platform.python_version()}
+    settings |= {
+        "device": args.device,
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+    }
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(
         json.dumps({"settings": settings, "submission": submission, "copies": rows}, indent=1) + "\n"

@@ -80,7 +80,7 @@ def snapshot(engine) -> list[torch.Tensor]:
     ),
     targets=st.permutations(range(1, BLOCKS)),
     block_compute=st.booleans(),
-    slice_bytes=st.sampled_from([1, 10_000, 4 << 20]),
+    slice_bytes=st.sampled_from([(1, 1), (1000, 10_000), cpu._SLICE_BYTES]),
     streaming_bytes=st.sampled_from([0, 8 << 20]),
 )
 def test_what_is_loaded_is_what_was_stored(engine, store, targets, block_compute, slice_bytes, streaming_bytes) -> None:

@@ -25,8 +25,9 @@ def best_device() -> torch.device:
     """The first NPU or CUDA device, else the CPU."""
     if importlib.util.find_spec("torch_npu"):
         importlib.import_module("torch_npu")
-        if torch.npu.is_available():
-            return torch.device("npu", torch.npu.current_device())
+        npu = torch.get_device_module("npu")
+        if npu.is_available():
+            return torch.device("npu", npu.current_device())
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -62,7 +63,7 @@ def print_bandwidth(device: torch.device, bytes_a_side: int) -> None:
             print(f"  {'piece':>9} {'store':>7} {'load':>7}")
         rng = np.random.default_rng(0)
         pairs = np.stack([rng.permutation(np.arange(1, blocks)) for _ in range(2)], axis=1)
-        speed = {direction: [] for direction in Direction}
+        speed: dict[Direction, list[float]] = {direction: [] for direction in Direction}
         end, job = time.monotonic() + BUDGET_S / len(PIECES), 0
         while not speed[Direction.LOAD] or time.monotonic() < end:
             for direction in Direction:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -23,7 +23,11 @@ _TOUCH_SLICE = 64 << 20
 
 
 class HostBuffer(Protocol):
+    """``size`` bytes at ``address`` until closed."""
+
     address: int
+
+    def __init__(self, size: int, team: Team, numa_node: int | None) -> None: ...
 
     def close(self) -> None: ...
 
@@ -52,13 +56,13 @@ class RegisteredBuffer:
     def __init__(self, size: int, team: Team, numa_node: int | None) -> None:
         self._pages = PageBuffer(size, team, numa_node)
         self.address = self._pages.address
-        error = int(torch.cuda.cudart().cudaHostRegister(self.address, size, 0))
+        error = int(_cudart().cudaHostRegister(self.address, size, 0))
         if error:
             self._pages.close()
             raise _cannot_pin("cudaHostRegister", size, error)
 
     def close(self) -> None:
-        error = int(torch.cuda.cudart().cudaHostUnregister(self.address))
+        error = int(_cudart().cudaHostUnregister(self.address))
         if error:  # still mapped for the device: leaking the pages is the safe way out
             raise RuntimeError(f"cudaHostUnregister({self.address:#x}) failed with CUDA error {error}")
         self._pages.close()
@@ -79,6 +83,10 @@ class AclBuffer:
 
     def close(self) -> None:
         self._acl.free_host(self.address)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 _PINNED: dict[str, type[HostBuffer]] = {"cuda": RegisteredBuffer, "npu": AclBuffer}

@@ -6,6 +6,7 @@ import ctypes
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,11 +23,11 @@ def node_of(device: torch.device, root: Path = Path("/")) -> int | None:
     """The NUMA node a CUDA device is attached to, or None where the kernel does not say or there is only one."""
     if device.type != "cuda" or len(nodes(root)) < 2:
         return None
-    p = torch.cuda.get_device_properties(device)
-    slot = f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
+    p: Any = torch.cuda.get_device_properties(device)
     try:
+        slot = f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
         node = int((root / "sys/bus/pci/devices" / slot / "numa_node").read_text())
-    except (OSError, ValueError):
+    except (AttributeError, OSError, ValueError):  # an older torch, or a virtual machine that hides the slot
         return None
     return node if node >= 0 else None
 

@@ -52,18 +52,22 @@ def _limits(root: Path, *, pinned: bool, shm: bool) -> Iterator[tuple[str, int, 
     for path, free in _cgroup_free(root):
         yield f"cgroup memory limit ({path})", free, "raise the container's --memory or lower the budget"
     if shm:
-        free = shm_free(root)
-        if free is not None:
-            yield "/dev/shm", free, "start the container with a larger --shm-size (A3, 16 GiB a card: --shm-size=1024g)"
+        shared = shm_free(root)
+        if shared is not None:
+            yield (
+                "/dev/shm",
+                shared,
+                "start the container with a larger --shm-size (A3, 16 GiB a card: --shm-size=1024g)",
+            )
     if pinned:
-        free = memlock_free(root)
-        if free is not None:
-            yield "RLIMIT_MEMLOCK (ulimit -l)", free, "start the container with --ulimit memlock=-1"
+        lockable = memlock_free(root)
+        if lockable is not None:
+            yield "RLIMIT_MEMLOCK (ulimit -l)", lockable, "start the container with --ulimit memlock=-1"
 
 
 def _mem_available(root: Path) -> int | None:
     fields = _fields(root / "proc/meminfo")
-    return fields["MemAvailable"] * 1024 if "MemAvailable" in fields else None
+    return _kib(fields["MemAvailable"]) if "MemAvailable" in fields else None
 
 
 def shm_free(root: Path = Path("/")) -> int | None:
@@ -78,12 +82,11 @@ def shm_free(root: Path = Path("/")) -> int | None:
 def memlock_free(root: Path = Path("/")) -> int | None:
     """Bytes this process may still lock, or None where nothing limits it."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    status = _fields(root / "proc/self/status", base=None)
-    privileged = int(str(status.get("CapEff", "0")), 16) >> _CAP_IPC_LOCK & 1
+    status = _fields(root / "proc/self/status")
+    privileged = int(status.get("CapEff", "0"), 16) >> _CAP_IPC_LOCK & 1
     if soft == resource.RLIM_INFINITY or privileged:
         return None
-    locked = int(str(status.get("VmLck", "0 kB")).split()[0]) * 1024
-    return max(0, soft - locked)
+    return max(0, soft - _kib(status.get("VmLck", "0 kB")))
 
 
 def _cgroup_free(root: Path) -> Iterator[tuple[str, int]]:
@@ -117,16 +120,19 @@ def _limit_free(directory: Path, limit: str, usage: str, reclaimable: str) -> in
         return None
     if maximum == "max" or int(maximum) >= 1 << 62:  # version 1 writes "no limit" as the largest page multiple
         return None
-    return max(0, int(maximum) - used + _fields(directory / "memory.stat", separator=" ").get(reclaimable, 0))
+    return max(0, int(maximum) - used + int(_fields(directory / "memory.stat", " ").get(reclaimable, "0")))
 
 
-def _fields(path: Path, *, separator: str = ":", base: int | None = 10) -> dict:
-    """``name<separator>value`` lines of a kernel file; values are integers, or strings with ``base=None``."""
+def _fields(path: Path, separator: str = ":") -> dict[str, str]:
+    """The ``name<separator>value`` lines of a kernel file; none where it cannot be read."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
         return {}
     pairs = (line.split(separator, 1) for line in lines if separator in line)
-    if base is None:
-        return {name: value.strip() for name, value in pairs}
-    return {name: int(value.split()[0], base) for name, value in pairs}
+    return {name: value.strip() for name, value in pairs}
+
+
+def _kib(value: str) -> int:
+    """Bytes of a value such as ``123 kB``."""
+    return int(value.split()[0]) * 1024

@@ -14,8 +14,10 @@ from npu_copy.plan import BLOCK_BYTES, Plan, split_runs
 
 logger = logging.getLogger(__name__)
 
-# Bytes a thread takes at a time, and below which waking other threads costs more than it saves.
-_SLICE_BYTES = 4 << 20
+# Bytes a thread takes at a time: from where waking another thread saves more than it costs, to where the cost of taking
+# a slice is lost in the copy.
+_SLICE_BYTES = (256 << 10, 4 << 20)
+_SLICES_A_THREAD = 4
 # From this many bytes a job cannot stay in the cache anyway, and stores that bypass it are faster.
 _STREAMING_BYTES = 8 << 20
 # A copy of host memory that takes longer than this is stuck.
@@ -86,10 +88,12 @@ class CpuBackend:
     def _copy_blocks(self, plan: Plan) -> None:
         if plan.nbytes == 0:
             return
+        least, most = _SLICE_BYTES
+        slice_bytes = min(most, max(least, plan.nbytes // (_SLICES_A_THREAD * self._team.num_threads)))
         largest = int(plan.regions[:, BLOCK_BYTES].max())
-        runs = split_runs(plan.runs, max(1, _SLICE_BYTES // largest))
+        runs = split_runs(plan.runs, max(1, slice_bytes // largest))
         items = len(plan.regions) * len(runs)
-        per_slice = max(1, items * _SLICE_BYTES // plan.nbytes)
+        per_slice = max(1, items * slice_bytes // plan.nbytes)
         streaming = plan.nbytes >= _STREAMING_BYTES
 
         def copy_slice(i: int) -> None:

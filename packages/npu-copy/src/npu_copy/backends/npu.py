@@ -54,7 +54,7 @@ def npu_backend(regions: Sequence[Region], host_pool: HostPool) -> StreamBackend
     except ImportError as error:
         raise RuntimeError(f"the 'npu' backend needs torch_npu, which cannot be imported: {error}") from error
     paths = (_swap_blocks_batch, _acl_batch, lambda: TensorCopyPath(regions, host_pool))
-    return first_working("npu", torch.npu, paths, regions, host_pool)
+    return first_working("npu", torch.get_device_module("npu"), paths, regions, host_pool)
 
 
 def _swap_blocks_batch() -> CopyPath | None:

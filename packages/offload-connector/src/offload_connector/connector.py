@@ -92,7 +92,7 @@ class RecomputeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadMetadata:
-        return self.manager.build_metadata()
+        return self.manager.build_metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         message = connector_output.kv_connector_worker_meta

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from block_mapper import HostPool, HostPoolFull, JobDone, KVGroup, SavedRequests, State, UnsupportedGroup
-from offload_connector._vllm import KVCacheConfig, Request, VllmConfig, init_logger
+from offload_connector._vllm import KVCacheConfig, Request, SchedulerOutput, VllmConfig, init_logger
 from offload_connector.config import PER_RANK, OffloadConfig
 from offload_connector.groups import mapper_groups
+from offload_connector.last_steps import LastSteps
 from offload_connector.metadata import CopyJob, OffloadMetadata, OffloadWorkerMetadata
 from offload_connector.metrics import OffloadStats
+from offload_connector.prefix_hashes import PrefixHashes
 
 logger = init_logger("vllm.offload_connector")
 
@@ -53,23 +55,23 @@ class OffloadManager:
     Host blocks are there once every rank has announced how many its budget holds.
 
     Args:
-        config: the operator's settings.
         groups: the model's KV cache groups.
         world_size: ranks that must report a job before it counts as done.
         refusal: why nothing is ever kept for this model, or None.
+        prefix_hashes: where saved requests share blocks of the same prefix; None where they do not.
         clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        config: OffloadConfig,
         groups: Sequence[KVGroup],
         world_size: int,
         refusal: str | None = None,
+        prefix_hashes: PrefixHashes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config = config
         self._groups = groups
+        self._prefix_hashes = prefix_hashes
         self._world_size = world_size
         self._refusal = refusal
         self._clock = clock
@@ -82,6 +84,8 @@ class OffloadManager:
         self._open_jobs: set[int] = set()
         self._preemptions: dict[str, _Preemption] = {}
         self._resumed: dict[str, _Preemption] = {}
+        speculative = [group.block_size for group in groups if group.speculative_blocks]
+        self._last_steps = LastSteps(speculative[0]) if speculative else None
 
     @classmethod
     def from_vllm(
@@ -90,10 +94,15 @@ class OffloadManager:
         """Make the manager of this engine; a model whose groups are not known is refused, with a warning."""
         world_size = vllm_config.parallel_config.world_size
         try:
-            return cls(config, mapper_groups(kv_cache_config), world_size)
+            groups = mapper_groups(kv_cache_config)
         except UnsupportedGroup as refusal:
             logger.warning("Recompute offload keeps nothing for this model: %s", refusal)
-            return cls(config, (), world_size, str(refusal))
+            return cls((), world_size, str(refusal))
+        hashes = None
+        if config.share_prefixes:
+            hash_block_size = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
+            hashes = PrefixHashes(groups, kv_cache_config, hash_block_size)
+        return cls(groups, world_size, prefix_hashes=hashes)
 
     # The preemption hook
 
@@ -129,8 +138,13 @@ class OffloadManager:
     def _save(self, request: Request, block_ids: Sequence[Sequence[int]], num_tokens: int) -> str | None:
         assert self._saved is not None
         req_id = request.request_id
+        hashes = None if self._prefix_hashes is None else self._prefix_hashes.of(request)
+        last_step_end = None
+        if self._last_steps is not None:
+            num_tokens, last_step_end = self._last_steps.resume_point(req_id, num_tokens)
+            self._last_steps.forget(req_id)
         try:
-            pairs = self._saved.save(req_id, block_ids, num_tokens, self._job(STORE))
+            pairs = self._saved.save(req_id, block_ids, num_tokens, self._job(STORE), hashes, last_step_end)
         except HostPoolFull as full:
             logger.warning(
                 "CPU cache free blocks are insufficient for request %s: %d needed, %d free; it will be recomputed. "
@@ -140,11 +154,11 @@ class OffloadManager:
                 full.free,
                 PER_RANK,
             )
-            self.finished(req_id)
+            self._drop(req_id)
             return "host_full"
         except UnsupportedGroup as refusal:
             logger.warning("Request %s cannot be kept and will be recomputed: %s", req_id, refusal)
-            self.finished(req_id)
+            self._drop(req_id)
             return "unsupported"
         self._add(STORE, req_id, pairs)
         num_blocks = sum(int(np.count_nonzero(table)) for table in self._saved.host_tables(req_id))
@@ -213,13 +227,15 @@ class OffloadManager:
                 of blocks it has added after the load.
         """
         req_id = request.request_id
+        if self._last_steps is not None:
+            self._last_steps.admit(request)
         if self._saved is None or self._saved.state(req_id) is not State.RESTORABLE:
             return
         if num_external_tokens == 0:
             # The device's prefix cache or another connector serves it: what is here is of no more use.
             logger.debug("Request %s goes on without its saved KV", req_id)
             self._stats.add("fallback", label="served_elsewhere")
-            self.finished(req_id)
+            self._drop(req_id)
             return
         num_tokens = self._tokens_to_restore(request)
         kind = LOAD_NOW if self._loads_within_step(req_id) else LOAD_BEHIND
@@ -239,17 +255,22 @@ class OffloadManager:
         )
 
     def finished(self, req_id: str) -> None:
-        """The request has ended, or goes on without its saved KV. Its host blocks return once no copy touches them."""
+        """The request has ended. Its host blocks return once no copy touches them."""
+        if self._last_steps is not None:
+            self._last_steps.forget(req_id)
+        self._drop(req_id)
+
+    def _drop(self, req_id: str) -> None:
         self._preemptions.pop(req_id, None)
         self._resumed.pop(req_id, None)
-        if self._saved is not None and req_id in self._saved:
+        if self._saved is not None:
             self._saved.discard(req_id)
 
     def reset(self) -> None:
         """Drop every saved request; those that are being loaded into blocks already allocated go on."""
         if self._saved is not None:
             for req_id in list(self._preemptions):
-                self.finished(req_id)
+                self._drop(req_id)
             self._saved.pool.unpublish()
 
     # Jobs
@@ -266,8 +287,10 @@ class OffloadManager:
         plan.pairs.append(pairs)
         plan.requests.append(req_id)
 
-    def build_metadata(self) -> OffloadMetadata:
-        """Hand out the jobs planned since the last call, at most one of each kind."""
+    def build_metadata(self, scheduled: SchedulerOutput) -> OffloadMetadata:
+        """Hand out the jobs planned while this step was scheduled, at most one of each kind."""
+        if self._last_steps is not None:
+            self._last_steps.note_scheduled(scheduled)
         if not self._plans:
             return OffloadMetadata()
         jobs = {}
@@ -279,7 +302,9 @@ class OffloadManager:
         return OffloadMetadata(**jobs)
 
     def update(self, message: OffloadWorkerMetadata | None) -> None:
-        """Take note of what the ranks report after a step."""
+        """Take note of what the ranks report after a step; its tokens have been taken in already."""
+        if self._last_steps is not None:
+            self._last_steps.note_output()
         if message is not None:
             if message.ranks:
                 self._announce(message)
@@ -299,7 +324,7 @@ class OffloadManager:
             logger.warning("Recompute offload keeps nothing for this model: %s", self._refusal)
             return
         self._pool = HostPool(self._announced.capacity)
-        self._saved = SavedRequests(self._pool, self._groups, self._world_size, self._config.share_prefixes)
+        self._saved = SavedRequests(self._pool, self._groups, self._world_size, self._prefix_hashes is not None)
 
     def _reported(self, job: int, count: int, error: str | None) -> None:
         assert self._saved is not None

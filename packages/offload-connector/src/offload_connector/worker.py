@@ -60,8 +60,8 @@ class OffloadWorker:
         if capacity < 1:
             raise ValueError(
                 f"RecomputeCPUOffloadConnector: {PER_RANK} gives {self._config.cpu_bytes_per_rank} bytes, but a block "
-                f"of this model takes {block_bytes} on each rank; give at least that, better the blocks of all requests "
-                "that you expect to be preempted at once"
+                f"of this model takes {block_bytes} on each rank; give at least that, better the blocks of all "
+                "requests that you expect to be preempted at once"
             )
         # One more than the budget holds: host block 0 mirrors the null block and is never handed out.
         self._host = HostPool.allocate(regions, capacity + 1)

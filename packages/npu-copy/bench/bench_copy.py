@@ -121,7 +121,7 @@ def large_copy(ends: list[tuple[torch.Tensor, torch.Tensor]], device: str) -> No
 
 def synchronize(device: str) -> None:
     if device != "cpu":
-        torch.get_device_module(device).current_stream().synchronize()
+        torch.get_device_module(torch.device(device)).current_stream().synchronize()
 
 
 def timed(arm: Callable[[], None], repeats: int) -> float:

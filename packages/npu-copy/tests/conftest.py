@@ -8,7 +8,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 from fake_npu import FakeNpu
 
 from npu_copy import _acl
@@ -43,8 +42,9 @@ def npu(fake_acl: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNpu]:
     fake = FakeNpu(fake_acl)
     acl = _acl.Acl(str(fake_acl))
     monkeypatch.setattr(_acl, "load", lambda: acl)
-    monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
-    monkeypatch.setattr(torch, "npu", fake, raising=False)
+    torch_npu = ModuleType("torch_npu")
+    torch_npu.npu = fake  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch_npu", torch_npu)
     yield fake
     fake.close()
     fake.library.fake_refuse_batch(0)

@@ -24,8 +24,7 @@ PIECES = (8 << 10, 64 << 10, 256 << 10, 1 << 20)
 def best_device() -> torch.device:
     """The first NPU or CUDA device, else the CPU."""
     if importlib.util.find_spec("torch_npu"):
-        importlib.import_module("torch_npu")
-        npu = torch.get_device_module("npu")
+        npu = importlib.import_module("torch_npu").npu
         if npu.is_available():
             return torch.device("npu", npu.current_device())
     if torch.cuda.is_available():

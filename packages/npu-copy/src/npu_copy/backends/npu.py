@@ -50,11 +50,11 @@ class AclBatchPath:
 def npu_backend(regions: Sequence[Region], host_pool: HostPool) -> StreamBackend:
     """The NPU backend on the first working path. RuntimeError when torch_npu is missing."""
     try:
-        importlib.import_module("torch_npu")
+        torch_npu = importlib.import_module("torch_npu")
     except ImportError as error:
         raise RuntimeError(f"the 'npu' backend needs torch_npu, which cannot be imported: {error}") from error
     paths = (_swap_blocks_batch, _acl_batch, lambda: TensorCopyPath(regions, host_pool))
-    return first_working("npu", torch.get_device_module("npu"), paths, regions, host_pool)
+    return first_working("npu", torch_npu.npu, paths, regions, host_pool)
 
 
 def _swap_blocks_batch() -> CopyPath | None:

@@ -173,6 +173,28 @@ int aclrtMemcpyBatchAsync(void **dsts, size_t *destMaxs, void **srcs, size_t *si
 }
 #endif
 
+/* CUDA's driver call of 12.8, over the same streams. */
+typedef struct { unsigned type; int id; } CUmemLocation;
+typedef struct { unsigned srcAccessOrder; CUmemLocation srcLocHint, dstLocHint; unsigned flags; } CUmemcpyAttributes;
+
+int fake_cuMemcpyBatchAsync(uint64_t *dsts, uint64_t *srcs, size_t *sizes, size_t count, CUmemcpyAttributes *attrs,
+                            size_t *attrsIdxs, size_t numAttrs, size_t *failIdx, void *handle)
+{
+    enum { INVALID_VALUE = 1, ORDER_STREAM = 1 };
+    *failIdx = SIZE_MAX;
+    if (!handle || count == 0 || numAttrs != 1 || attrsIdxs[0] != 0 || attrs->srcAccessOrder != ORDER_STREAM
+        || attrs->flags || attrs->srcLocHint.type || attrs->dstLocHint.type)
+        return INVALID_VALUE;
+    if (refuse_batch)
+        return refuse_batch;
+    pthread_mutex_lock(&lock);
+    batches++;
+    for (size_t i = 0; i < count; i++)
+        append(handle, (op){.kind = COPY, .destination = (void *)dsts[i], .source = (void *)srcs[i], .size = sizes[i]});
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+
 stream *fake_stream_create(void)
 {
     stream *s = calloc(1, sizeof *s);

@@ -104,6 +104,10 @@ class FakeStream:
             self._npu.empty_task_queue()
         return self.handle
 
+    @property
+    def cuda_stream(self) -> int:
+        return self.npu_stream
+
     def wait_event(self, event: FakeEvent) -> None:
         if self._npu.ignores_waits != self.role:
             self._npu.tasks.append((self._npu.library.fake_event_wait, event.handle, self.handle))

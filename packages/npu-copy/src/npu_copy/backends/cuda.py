@@ -68,9 +68,8 @@ class CudaBatchPath:
             stream.cuda_stream,
         )
         if error:
-            raise RuntimeError(
-                f"cuMemcpyBatchAsync failed with CUDA error {error} (copy {failed.value} of {len(sizes)})"
-            )
+            where = f" at copy {failed.value} of {len(sizes)}" if failed.value < len(sizes) else ""
+            raise RuntimeError(f"cuMemcpyBatchAsync failed with CUDA error {error}{where}")
         return pieces
 
 

@@ -74,6 +74,36 @@ def test_a_failed_load_within_the_step_is_recomputed_or_stops_the_engine(make_en
     assert_empty(engine)
 
 
+def test_a_failure_within_the_step_is_known_before_its_token_goes_out(make_engine, mode):
+    """The copy is still under way when the forward has been launched: nobody may take its word before its end."""
+    engine = make_engine(TIGHT)
+    copies = engine.worker.connectors[0].worker._engine
+    failed, waited, late = failing(engine, Direction.LOAD), set(), []
+    poll, wait = copies.poll, copies.wait
+
+    def poll_late():
+        late.extend(poll())
+        told = [result for result in late if result.direction is Direction.STORE or result.job in waited]
+        late[:] = [result for result in late if result not in told]
+        return told
+
+    def wait_known(job, timeout):
+        if all(result.job != job for result in late):
+            wait(job, timeout)
+        waited.add(job)
+
+    copies.poll, copies.wait = poll_late, wait_known
+    load(engine, requests=8)
+    if mode == "async":
+        with pytest.raises(RuntimeError, match="the engine must stop: injected"):
+            engine.run()
+    else:
+        engine.run()
+        assert all(len(tokens) == 40 for tokens in engine.outputs.values())
+        assert_empty(engine)
+    assert failed
+
+
 def test_policy_fail_ends_the_request_with_an_error(make_engine, loads_behind):
     from vllm.v1.engine import FinishReason
 
@@ -140,7 +170,7 @@ def test_verification_finds_a_byte_that_changed_on_the_host(make_engine, loads_b
 def test_an_unknown_layout_warns_once_and_leaves_the_fallback(make_engine, monkeypatch, caplog):
     import logging
 
-    def refuse(kv_caches, num_blocks):
+    def refuse(kv_caches, num_blocks, block_dim):
         raise worker_module.UnsupportedLayout("layer.0 has a shape nobody knows")
 
     monkeypatch.setattr(worker_module, "find_regions", refuse)

@@ -3,7 +3,8 @@
 import torch
 
 from npu_copy import CopyEngine, CopyResult, Direction, HostPool, UnsupportedLayout, find_regions
-from offload_connector._vllm import KVCacheConfig, init_logger
+from offload_connector._vllm import KVCacheConfig, block_strides, init_logger
+from offload_connector.block_dims import block_dims
 from offload_connector.checksums import BlockChecksums
 from offload_connector.config import PER_RANK, OffloadConfig
 from offload_connector.metadata import CopyJob, OffloadMetadata, OffloadWorkerMetadata
@@ -27,6 +28,7 @@ class OffloadWorker:
     def __init__(self, config: OffloadConfig, kv_cache_config: KVCacheConfig, overlapping_steps: bool) -> None:
         self._config = config
         self._num_blocks = kv_cache_config.num_blocks
+        self._block_strides = block_strides(kv_cache_config)
         self._overlapping_steps = overlapping_steps
         self._stats = OffloadStats()
         self._report = OffloadWorkerMetadata()
@@ -51,7 +53,8 @@ class OffloadWorker:
             npu_copy.InsufficientHostMemory: the host has less memory than the budget.
         """
         try:
-            regions = find_regions(kv_caches, self._num_blocks)
+            dims = block_dims(kv_caches, self._num_blocks, self._block_strides)
+            regions = find_regions(kv_caches, self._num_blocks, block_dim=dims)
         except UnsupportedLayout as refusal:
             self._report = OffloadWorkerMetadata(ranks=1, refusal=str(refusal))
             return
@@ -114,6 +117,9 @@ class OffloadWorker:
             RuntimeError: a load within a step failed where vLLM could not take it back any more.
         """
         if self._engine is not None:
+            # What the forward computes from a failed load must be known as wrong before its tokens leave this rank.
+            for job in self._loads_within:
+                self._engine.wait(job, COPY_TIMEOUT)
             for result in self._engine.poll():
                 self._note(result)
         finished, self._finished = self._finished, set()

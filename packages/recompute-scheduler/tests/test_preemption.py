@@ -85,6 +85,16 @@ def test_outputs_are_those_of_a_run_without_pressure(make_engine):
     assert all(len(tokens) == 40 for tokens in outputs[0].values())
 
 
+@pytest.mark.parametrize("running", [True, False])
+def test_reset_of_running_requests_drops_what_was_kept_before(make_engine, running):
+    """Their KV is as invalid as that of the requests that run, whether or not the connector is to be reset."""
+    engine = make_engine(TIGHT)
+    resets = []
+    engine.scheduler._hooks[0].reset_cache = lambda: resets.append("reset")
+    engine.scheduler.reset_prefix_cache(reset_running_requests=running)
+    assert resets == ["reset"] * running
+
+
 def test_reset_of_the_prefix_cache_keeps_nothing(make_engine):
     engine = make_engine(200)
     load(engine)

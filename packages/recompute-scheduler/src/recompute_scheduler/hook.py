@@ -32,6 +32,10 @@ class PreemptionHook(Protocol):
         """
         ...
 
+    def reset_cache(self) -> bool | None:
+        """Forget what was kept: its KV is no longer valid. vLLM's connectors have it; None says there is no cache."""
+        ...
+
 
 def find_hooks(connector: object | None) -> list[PreemptionHook]:
     """Return the connectors that offer the hook: `connector` itself, else the children of a multi connector.

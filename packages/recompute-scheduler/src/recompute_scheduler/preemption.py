@@ -69,6 +69,13 @@ class RecomputePreemption:
             return self._headroom.watermark_blocks
         return self._headroom.blocks(self.running, self.current_step)  # type: ignore[attr-defined]
 
+    def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
+        if reset_running_requests:
+            # The KV of running requests is declared invalid; what was kept of requests preempted before is no better.
+            for hook in self._hooks:
+                hook.reset_cache()
+        return super().reset_prefix_cache(reset_running_requests, *args, **kwargs)  # type: ignore[misc]
+
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         asked = self._inside_schedule and bool(self._hooks)
         kept = asked and self._keep(request)

@@ -79,6 +79,9 @@ class RankMemory:
             return True
         if (found[wrong] == POISON).all():
             return False
+        older = next((e for e in range(epoch) if (found == expected ^ self._flavour(e, group, slot)).all()), None)
+        if older is not None:
+            raise Violation("stale KV", f"rank {self.rank}: {what} reads KV of the model before its last change")
         at = wrong[0]
         block = rows[at] if isinstance(rows, np.ndarray) and rows.ndim and len(rows) > 1 else rows
         raise Violation("wrong KV", f"rank {self.rank}: {what} reads wrong bytes at index {at} (block {block}, "

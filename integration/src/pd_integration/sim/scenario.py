@@ -105,8 +105,9 @@ def generate(seed: int, steps: int) -> Scenario:
     token_budget = max_num_seqs * (1 + num_drafts) * pick((1, 1, 2, 4)) + max_num_seqs * (lookahead > 0)
     max_model_len = pick((24, 40, 64))
     num_blocks = _least_blocks(model, max_model_len, num_drafts, lookahead, token_budget, mode)
-    num_blocks += pick((0, 1, 3, num_blocks // 2, num_blocks, 2 * num_blocks)) + 1
     sibling = pick(("none", "none", "before", "after"))
+    # One request at least; with remote loads two, for vLLM alone can lock up when two loads share less.
+    num_blocks += pick((0, 1, 2, 3, num_blocks // 3, num_blocks)) + 1 + (num_blocks if sibling != "none" else 0)
     failing = random.random() < 0.4
     return Scenario(
         seed=seed,
@@ -114,7 +115,7 @@ def generate(seed: int, steps: int) -> Scenario:
         ranks=pick((1, 1, 2, 2, 4)),
         model=model,
         num_blocks=num_blocks,
-        host_blocks=pick((0, 1, 3, num_blocks // 2, num_blocks, 4 * num_blocks, 4 * num_blocks)),
+        host_blocks=pick((0, 1, num_blocks // 4, num_blocks // 2, *[k * num_blocks for k in (1, 1, 4, 4, 4, 4)])),
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         token_budget=token_budget,
@@ -143,13 +144,13 @@ def generate(seed: int, steps: int) -> Scenario:
 def _clients(random: Random, steps: int, max_model_len: int, sibling: bool) -> Any:
     shared = [random.randrange(3, 512) for _ in range(max_model_len)]
     step, impatience = 0, random.choice((0.0, 0.2, 0.6))
-    pace = random.choice((1, 4, 10))
+    pace = random.choice((2, 8, 20))
     while step < steps:
-        length = _boundary(random, max_model_len - 2)
+        length = _boundary(random, random.choice((max_model_len // 4, max_model_len - 2)))
         common = random.choice((0, 0, min(length, _boundary(random, max_model_len))))
         prompt = tuple(shared[:common]) + tuple(random.randrange(3, 512) for _ in range(length - common))
         room = max_model_len - length
-        max_tokens = random.choice((1, min(2, room), min(_boundary(random, room), room), room))
+        max_tokens = random.choice((1, min(2, room), _boundary(random, room), _boundary(random, room), room, room))
         yield Client(
             step=step,
             prompt=prompt,
@@ -160,7 +161,7 @@ def _clients(random: Random, steps: int, max_model_len: int, sibling: bool) -> A
             abort=random.choice(ABORT_STATES) if random.random() < impatience else None,
         )
         # Clients come in bursts: only then does memory run out.
-        step += random.choice((0, 0, 0, 1, 2, pace, 3 * pace))
+        step += random.choice((0, 0, 0, 0, 1, 2, 4 * pace, 8 * pace))
 
 
 def _boundary(random: Random, most: int) -> int:

@@ -11,12 +11,14 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 
 from npu_copy import Direction
+from prometheus_client import Counter as Counter_
+from offload_connector.metrics import METRICS
 from offload_connector.connector import RecomputeCPUOffloadConnector
 from pd_integration.sim import sibling
 from pd_integration.sim.clients import Clients
@@ -31,8 +33,9 @@ from pd_integration.sim.scenario import BLOCK, Scenario
 from pd_integration.sim.tokens import POISON_TOKEN
 from recompute_scheduler import AsyncRecomputeScheduler, RecomputeScheduler
 
-PATIENCE = 300
-"""Steps within which some request must get a token, as long as there are requests."""
+PATIENCE_IDLE, PATIENCE = 100, 2000
+"""Steps within which some request must get a token as long as there are requests: steps in which no copy is under way,
+and steps at all. The slowest copy takes some hundred steps."""
 
 
 class Simulation:
@@ -56,24 +59,25 @@ class Simulation:
         cache = kv_cache_config(scenario, self.layers)
         sibling.outside = self._outside()
         init_none_hash(block_hash)
+        block_size, hash_block_size = resolve_kv_cache_block_sizes(cache, config)
         classes = (RecomputeScheduler, AsyncRecomputeScheduler) if with_hook else (Scheduler, AsyncScheduler)
         self.scheduler = classes[asynchronous](
             vllm_config=config,
             kv_cache_config=cache,
             structured_output_manager=structured_output_manager(),
-            block_size=BLOCK,
-            hash_block_size=BLOCK,
+            block_size=block_size,
+            hash_block_size=hash_block_size,
             log_stats=True,
         )
         self.ranks = [self._make_rank(r, config, cache) for r in range(scenario.ranks)]
         self.connector = _ours(self.scheduler.connector)
         self.clients = Clients(scenario, self.scheduler, self.model, self.features, self.connector.manager,
-                               get_request_block_hasher(BLOCK, block_hash), self._random("clients"))
+                               get_request_block_hasher(hash_block_size, block_hash), self._random("clients"))
         self._aggregator = KVOutputAggregator.from_connector(self.ranks[0].connector, scenario.ranks)
         self._in_flight: deque[StepPlan] = deque()
         self._depth = 1 if scenario.mode == "sync" else 2
         self._hosts = self._random("hosts")
-        self._last_token = 0
+        self._without_token = self._without_token_idle = 0
 
     def _random(self, *names: object) -> Random:
         """Each part draws from its own source: what one does more or less of changes nothing for the others."""
@@ -125,7 +129,7 @@ class Simulation:
     def run(self, steps: int) -> None:
         """Step until all clients are served or gone; Violation, or whatever the product raised, when something fails."""
         with virtual_time(self.clock):
-            limit = 50 * steps
+            limit = 200 * steps
             while not self._idle():
                 if self.clients.step > limit:
                     raise Violation("no end", f"requests left after {limit} steps: {sorted(self.scheduler.requests)}")
@@ -139,6 +143,7 @@ class Simulation:
 
     def _step(self) -> None:
         self.clients.act()
+        self._check_progress()
         if self.clients.wants_reset:
             while self._in_flight:
                 self._take_in()
@@ -183,8 +188,10 @@ class Simulation:
         ]
         self.clients.act_during_step()
         for one in self.scheduler.update_from_output(plan.scheduled, output).values():
+            if one.scheduler_stats is not None:
+                self._note_stats(one.scheduler_stats.kv_connector_stats or {})
             for result in one.outputs:
-                self._last_token = self.clients.step
+                self._without_token = self._without_token_idle = 0
                 self.clients.receive(result)
         if self.scenario.num_drafts and self.scenario.mode == "sync" and plan.rows:
             self.scheduler.update_draft_token_ids(self.model.take_drafts(plan))
@@ -197,11 +204,16 @@ class Simulation:
         self.connector.manager.check_integrity()
         for rank in self.ranks:
             rank.memory.check_null_block()
+
+    def _check_progress(self) -> None:
         if self.scheduler.get_num_unfinished_requests() == 0:
-            self._last_token = self.clients.step
-        if self.clients.step - self._last_token > PATIENCE:
-            states = {r.request_id: r.status.name for r in self.scheduler.requests.values()}
-            raise Violation("no progress", f"no request got a token in {PATIENCE} steps: {states}")
+            self._without_token = self._without_token_idle = 0
+            return
+        self._without_token += 1
+        self._without_token_idle += not any(rank.memory.busy for rank in self.ranks)
+        if self._without_token > PATIENCE or self._without_token_idle > PATIENCE_IDLE:
+            states = {r.request_id: self.clients.state(r) for r in self.scheduler.requests.values()}
+            raise Violation("no progress", f"no token in {self._without_token} steps: {states}")
 
     def _check_end(self) -> None:
         self.clock.drain()
@@ -232,6 +244,15 @@ class Simulation:
         note["blocks zeroed"] += bool(plan.scheduled.new_block_ids_to_zero)
         note["poisoned forward"] += bool(plan.poisoned)
         note["load within a step"] += plan.scheduled.has_sync_kv_loads
+
+
+    def _note_stats(self, stats: dict[str, Any]) -> None:
+        """Count what the connector counts; in MultiConnector its figures stand under its name."""
+        stats = stats.get(RecomputeCPUOffloadConnector.__name__, stats)
+        for name, values in stats.items():
+            if METRICS.get(name) is not None and METRICS[name].kind is Counter_:
+                for label, amount in getattr(values, "data", values).items():
+                    self.features[f"{name} {label}".strip()] += int(amount)
 
 
 def _ours(connector: Any) -> RecomputeCPUOffloadConnector:

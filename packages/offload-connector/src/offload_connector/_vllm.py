@@ -63,5 +63,11 @@ __all__ = [
     "SupportsHMA",
     "UniformTypeKVCacheSpecs",
     "VllmConfig",
+    "block_strides",
     "init_logger",
 ]
+
+
+def block_strides(kv_cache_config: KVCacheConfig) -> dict[str, int]:
+    """Return, by layer name, the bytes from one block to the next in vLLM's own allocation."""
+    return {layer: tensor.block_stride for tensor in kv_cache_config.kv_cache_tensors for layer in tensor.layers}

@@ -9,10 +9,15 @@ from types import ModuleType
 
 import pytest
 from fake_npu import FakeNpu
+from hypothesis import settings
 
 from npu_copy import _acl
 
 HERE = Path(__file__).parent
+
+# A busy machine is no failure.
+settings.register_profile("npu-copy", deadline=None)
+settings.load_profile("npu-copy")
 
 
 @pytest.fixture(scope="session")

@@ -71,7 +71,7 @@ def snapshot(engine) -> list[torch.Tensor]:
     return [r.block_view().clone() for r in engine.regions]
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
 @given(
     store=st.lists(
         st.tuples(st.integers(1, BLOCKS - 1), st.integers(1, HOST_BLOCKS - 1)),

@@ -38,8 +38,8 @@ REMOTE = {"do_remote_prefill": True}
 class Outside:
     """The world that sibling connectors see; the simulation sets `memory` before it makes each rank's connector.
 
-    fails: asked once a load and rank. by_block: report failures by block id, which vLLM takes from models with one
-    group only, instead of by request id. undecided: asked at each query, whether the answer is "not known yet".
+    fails: asked once a load and rank. by_block: report failures by block id instead of by request id; vLLM takes that
+    from models with one group only, and gets it right only when that is full attention. undecided: asked at each query, whether the answer is "not known yet".
     """
 
     clock: Clock

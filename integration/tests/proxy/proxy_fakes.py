@@ -42,6 +42,9 @@ class FakeServer:
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.received: list[Received] = []
+        self.asides: list[Received] = []
+        """The proxy's own small questions."""
+        self.chat_parser = False
         self.running = 0
         self.cancelled = 0
         self.health_status = 200
@@ -52,6 +55,8 @@ class FakeServer:
         app = web.Application(client_max_size=2**30)
         app.router.add_post("/v1/completions", self._handle)
         app.router.add_post("/v1/chat/completions", self._handle)
+        app.router.add_post("/tokenize", self._aside)
+        app.router.add_post("/detokenize", self._aside)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/query", self._query)
@@ -67,6 +72,8 @@ class FakeServer:
             self._runner = None
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
+        if request.headers["X-Request-Id"].endswith("-aside"):
+            return await self._aside(request)
         body = await request.json()
         self.received.append(Received(request.path, request.headers, body))
         self.running += 1
@@ -77,6 +84,13 @@ class FakeServer:
             raise
         finally:
             self.running -= 1
+
+    async def _aside(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.asides.append(Received(request.path, request.headers, body))
+        if "tools" in body and not self.chat_parser:
+            return web.json_response({"error": {"message": "requires --tool-call-parser", "code": 400}}, status=400)
+        return web.json_response({"choices": [], "usage": {"completion_tokens": 1, "completion_tokens_details": None}})
 
     async def _models(self, request: web.Request) -> web.Response:
         self.received.append(Received(request.path, request.headers, {}))
@@ -118,7 +132,8 @@ def decode_answer(texts: tuple[str, ...] = ("Hel", "lo"), pause: float = 0.0) ->
             await asyncio.sleep(pause)
             choice = {"index": 0, "text": "".join(texts), "finish_reason": "length"}
             return web.json_response({"id": "d", "choices": [choice]})
-        return await stream(request, [event(text) for text in texts] + [b"data: [DONE]\n\n"], pause)
+        of_route = chat_event if "chat" in request.path else event
+        return await stream(request, [of_route(text) for text in texts] + [b"data: [DONE]\n\n"], pause)
 
     return answer
 
@@ -168,7 +183,16 @@ async def stream(request: web.Request, chunks: list[bytes], pause: float = 0.0, 
 
 
 def event(text: str) -> bytes:
-    return b"data: " + json.dumps({"choices": [{"index": 0, "text": text}]}).encode() + b"\n\n"
+    return sse({"choices": [{"index": 0, "text": text}]})
+
+
+def chat_event(text: str) -> bytes:
+    return sse({"choices": [{"index": 0, "delta": {"content": text}}]})
+
+
+def sse(data: Any) -> bytes:
+    """An event as vLLM writes it: JSON without spaces, characters as they are."""
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 @dataclass

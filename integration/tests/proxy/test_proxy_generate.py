@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
-from proxy_fakes import FakePrefill, FakeServer, decode_answer, event, pair, prefill_answer, stream_then
+from proxy_fakes import FakePrefill, FakeServer, chat_event, decode_answer, event, pair, prefill_answer, stream_then
 
 PROMPT = {"model": "tiny", "prompt": "say hello", "max_tokens": 7}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "say hello"}], "max_completion_tokens": 7}
@@ -70,13 +71,15 @@ def test_chat_limits_both_token_fields_on_prefill() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("path", "body"), [("/v1/completions", PROMPT), ("/v1/chat/completions", CHAT)])
-def test_stream_arrives_byte_for_byte_and_prefill_does_not_stream(path: str, body: dict) -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "form"), [("/v1/completions", PROMPT, event), ("/v1/chat/completions", CHAT, chat_event)]
+)
+def test_stream_arrives_byte_for_byte_and_prefill_does_not_stream(path: str, body: dict, form: Any) -> None:
     async def scenario() -> None:
         async with pair() as p:
             body_with_usage = {**body, "stream_options": {"include_usage": True}}
             content = await p.read_stream(body_with_usage, path)
-            assert content == event("Hel") + event("lo") + b"data: [DONE]\n\n"
+            assert content == form("Hel") + form("lo") + b"data: [DONE]\n\n"
             to_prefill = p.prefill[0].received[0].body
             assert to_prefill["stream"] is False
             assert "stream_options" not in to_prefill
@@ -149,7 +152,7 @@ def test_prefill_that_ended_by_a_stop_token_leaves_the_prompt_to_decode() -> Non
     async def scenario() -> None:
         async with pair(prefill=[FakePrefill(prefill_answer("stop"))]) as p:
             assert (await p.ask(PROMPT))[0] == 200
-            assert p.decode[0].received[0].body == PROMPT
+            assert p.decode[0].received[0].body == {**PROMPT, "return_token_ids": True}
             assert b"pd_proxy_prefill_kept_nothing_total 1.0" in (await p.get("/metrics"))[1]
 
     asyncio.run(scenario())

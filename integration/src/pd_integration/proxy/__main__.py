@@ -28,6 +28,8 @@ _HELP = {
     "first_byte_timeout": "seconds for Decode's first streamed event",
     "idle_timeout": "seconds between two streamed events",
     "total_timeout": "seconds for a whole request",
+    "aside_timeout": "seconds for a small question to a server, the text of a few tokens say",
+    "max_resends": "how often a request may be sent to Prefill again after Decode gave it up",
     "health_interval": "seconds between health checks",
     "health_timeout": "seconds for one health check",
     "health_failures": "failed checks in a row until a server counts as down",

@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any, TypeVar
 
 from aiohttp import web
 
-from pd_integration.proxy import backends, bodies
+from pd_integration.proxy import backends, bodies, resend
 from pd_integration.proxy._timeout import timeout
+from pd_integration.proxy.answer import Answer
 from pd_integration.proxy.backends import Backend, Pool
 from pd_integration.proxy.config import ProxyConfig
 from pd_integration.proxy.errors import ProxyError, Unreachable, as_event
 from pd_integration.proxy.guard import REQUEST_ID, REQUEST_ID_HEADER, SERVERS, guard
 from pd_integration.proxy.metrics import Metrics
-from pd_integration.proxy.upstream import Call, Upstream, open_session
+from pd_integration.proxy.mid_character import held_back, text_given
+from pd_integration.proxy.upstream import Call, Prefilled, Upstream, open_session
 
 logger = logging.getLogger("pd_integration.proxy")
 
@@ -94,34 +97,101 @@ class Proxy:
     async def _generate(self, request: web.Request, stream: web.StreamResponse) -> web.StreamResponse:
         body = bodies.parse(await request.read())
         call = Call(request.path, _passed_on(request))
+        answer = Answer(body, chat=call.chat)
+        resends = 0
         # No Prefill for a request that Decode can't take: its KV would lie there until the connector's time-out.
         self._decoders.available()
-        started = time.monotonic()
-        async with AsyncExitStack() as stack:
-            transfer = await self._reach(
-                self._prefillers, request, stack, lambda server: self._upstream.prefill(server, call, body)
-            )
-        self.metrics.prefill_seconds.observe(time.monotonic() - started)
-        if transfer is None:
-            self.metrics.prefill_kept_nothing.inc()
-        to_decode = bodies.for_decode(body, transfer)
-        async with AsyncExitStack() as stack:
-            if not body.get("stream"):
-                content = await self._reach(
-                    self._decoders, request, stack, lambda server: self._upstream.decode(server, call, to_decode)
-                )
-                return web.Response(body=content, content_type="application/json")
-            events = await self._reach(
-                self._decoders,
-                request,
-                stack,
-                lambda server: stack.enter_async_context(self._upstream.decode_events(server, call, to_decode)),
-            )
-            await stream.prepare(request)
-            async for event in events:
-                await stream.write(event)
+        to_decode = await self._prefill(request, call, body, answer)
+        while True:
+            await self._decode(request, call, to_decode, answer, stream)
+            if not answer.recomputed:
+                break
+            if resends == self._config.max_resends:
+                raise _resent_too_often(resends)
+            resends += 1
+            self.metrics.resends.inc()
+            logger.info("request %s: resend %d, to Prefill again", request[REQUEST_ID], resends)
+            answer.next_part()
+            to_decode = await self._prefill(request, call, body, answer)
+        if not body.get("stream"):
+            return web.Response(body=answer.whole(), content_type="application/json")
         await stream.write_eof()
         return stream
+
+    async def _prefill(self, request: web.Request, call: Call, body: bodies.Body, answer: Answer) -> bodies.Body:
+        """Have the prompt, and what `answer` holds, computed on a Prefill server; the request for Decode."""
+        started = time.monotonic()
+
+        async def first(server: Backend) -> Prefilled:
+            return await self._upstream.prefill(server, call, bodies.for_prefill(body, chat=call.chat))
+
+        async def again(server: Backend) -> Prefilled:
+            return await self._prefill_again(server, call, body, answer)
+
+        async with AsyncExitStack() as stack:
+            # Without a prompt Decode has given it up before the first token, and the client has seen nothing.
+            prefilled = await self._reach(self._prefillers, request, stack, again if answer.prompt else first)
+        self.metrics.prefill_seconds.observe(time.monotonic() - started)
+        if prefilled.transfer is None:
+            self.metrics.prefill_kept_nothing.inc()
+        if answer.prompt:
+            body = resend.again_for_decode(body, answer.prompt, answer.generated, chat=call.chat)
+        return bodies.for_decode(body, prefilled.transfer)
+
+    async def _prefill_again(self, server: Backend, call: Call, body: bodies.Body, answer: Answer) -> Prefilled:
+        """Have the client's prompt and all that was generated computed on `server`; `answer` learns how it goes on."""
+
+        def detokenize(token_ids: Sequence[int]) -> Awaitable[str]:
+            return self._upstream.detokenize(server, call, body.get("model"), token_ids)
+
+        token_ids = [*answer.prompt, *answer.generated]
+        to_prefill = resend.again_for_prefill(body, token_ids)
+        held = await held_back(token_ids, detokenize) if answer.generated else 0
+        if held:
+            # Behind half a character a letter brings out the text of the whole prompt, which Decode will repeat.
+            to_prefill["allowed_token_ids"] = [await self._upstream.letter(server, call, body.get("model"))]
+        prefilled = await self._upstream.prefill(server, replace(call, path="/v1/completions"), to_prefill)
+        repeated = ""
+        if 0 < held <= len(answer.generated):  # more: the client's own prompt ends so, and nothing has come of it yet
+            repeated = await text_given(token_ids[-held:], prefilled.text, detokenize)
+        answer.goes_on(repeated, detokenize if held else None)
+        return prefilled
+
+    async def _decode(
+        self, request: web.Request, call: Call, body: bodies.Body, answer: Answer, stream: web.StreamResponse
+    ) -> None:
+        """Read one part of `answer` from a Decode server; a stream goes to the client as it comes."""
+
+        async def prepared(server: Backend) -> bodies.Body:
+            if not answer.prompt:
+                answer.local = await self._why_local(server, call, body)
+            return {**body, "return_token_ids": True} if answer.local is None else resend.recompute_locally(body)
+
+        async def whole(server: Backend) -> bodies.Body:
+            return await self._upstream.decode(server, call, await prepared(server))
+
+        async def streamed(server: Backend) -> AsyncGenerator[bytes, None]:
+            return await stack.enter_async_context(self._upstream.decode_events(server, call, await prepared(server)))
+
+        async with AsyncExitStack() as stack:
+            if not body.get("stream"):
+                await answer.add(await self._reach(self._decoders, request, stack, whole))
+                return
+            events = await self._reach(self._decoders, request, stack, streamed)
+            if not stream.prepared:
+                await stream.prepare(request)
+            async for event in answer.events(events):
+                await stream.write(event)
+
+    async def _why_local(self, server: Backend, call: Call, body: bodies.Body) -> str | None:
+        """Why the request must not be sent to Prefill again once `server` has begun with it; None: it may be."""
+        if reason := resend.why_local(body, chat=call.chat):
+            return reason
+        if not call.chat:
+            return None
+        if server.chat_parser is None:
+            server.chat_parser = await self._upstream.has_chat_parser(server, call, body.get("model"))
+        return None if server.chat_parser is False else "a reasoning or tool parser reads the answer as one text"
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models, as a Decode server answers it."""
@@ -175,3 +245,11 @@ def _passed_on(request: web.Request) -> dict[str, str]:
     if "Authorization" in request.headers:
         headers["Authorization"] = request.headers["Authorization"]
     return headers
+
+
+def _resent_too_often(resends: int) -> ProxyError:
+    message = (
+        f"the decode servers' KV cache is too full: the request was sent to Prefill again {resends} times, the proxy's "
+        "max_resends, and was given up once more; send it later"
+    )
+    return ProxyError(HTTPStatus.SERVICE_UNAVAILABLE, message, kind="max_resends reached", side="decode")

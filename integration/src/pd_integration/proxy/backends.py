@@ -36,6 +36,8 @@ class Backend:
     """Failed health checks in a row."""
     turn: int = 0
     """When it last took a request, to break ties between equally loaded ones."""
+    chat_parser: bool | None = None
+    """Whether its chat route runs a reasoning or tool parser; None: not known."""
 
     def mark_up(self) -> None:
         if not self.up:
@@ -46,6 +48,7 @@ class Backend:
         if self.up:
             logger.warning("%s %s is down: %s", self.side, self.url, reason)
         self.up, self.reason = False, reason
+        self.chat_parser = None  # it may come back with other options
 
 
 @dataclass(eq=False)

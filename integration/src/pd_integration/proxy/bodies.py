@@ -41,6 +41,9 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "structured_outputs": (dict,),
     "repetition_detection": (dict,),
     "truncate_prompt_tokens": (int,),
+    "return_tokens_as_token_ids": (bool,),
+    "tools": (list,),
+    "vllm_xargs": (dict,),
 }
 _ITEM_TYPES: dict[str, type] = {"stop": str, "stop_token_ids": int, "logprob_token_ids": int}
 
@@ -81,15 +84,14 @@ def parse(content: bytes) -> Body:
     return body
 
 
-def for_prefill(body: Body, transfer_id: str, *, chat: bool) -> Body:
-    """The copy that makes Prefill compute the prompt and keep its KV under `transfer_id`."""
+def for_prefill(body: Body, *, chat: bool) -> Body:
+    """The copy that makes Prefill compute the prompt."""
     prefill = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
     prefill.update(
         stream=False,
         max_tokens=1,
         # An end-of-sequence token must not end the request: only finish_reason "length" keeps the KV.
         ignore_eos=True,
-        kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id},
     )
     if chat:
         prefill["max_completion_tokens"] = 1
@@ -97,8 +99,15 @@ def for_prefill(body: Body, transfer_id: str, *, chat: bool) -> Body:
 
 
 def for_decode(body: Body, transfer: Body | None) -> Body:
-    """The client's request with the place of its KV; without `transfer` Decode computes the prompt itself."""
-    return body if transfer is None else {**body, "kv_transfer_params": transfer}
+    """A request with the place of its KV; without `transfer` Decode computes the prompt itself."""
+    if transfer is None:
+        return body
+    return {**body, "kv_transfer_params": {**body.get("kv_transfer_params", {}), **transfer}}
+
+
+def kept_params(transfer_id: str) -> Body:
+    """What makes Prefill's MooncakeConnector keep the KV until it is pulled under `transfer_id`."""
+    return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
 
 
 def transfer_params(transfer_id: str, bootstrap: str, engine_id: str) -> Body:

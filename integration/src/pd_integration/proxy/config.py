@@ -41,6 +41,10 @@ class ProxyConfig:
     """Between two streamed events. A preempted request may be silent for long."""
     total_timeout: float = 3600.0
     """The whole request, from the body read to the last byte sent."""
+    aside_timeout: float = 30.0
+    """A small question to a server: the text of a few tokens, what its chat route does."""
+    max_resends: int = 8
+    """How often one request may be sent to Prefill again after Decode gave it up."""
     health_interval: float = 2.0
     health_timeout: float = 5.0
     health_failures: int = 2
@@ -74,6 +78,8 @@ class ProxyConfig:
             value = getattr(self, field.name)
             if field.name in ("max_body_bytes", "health_failures") and value < 1:
                 raise ConfigError(f"{field.name} is {value}; give 1 or more")
+            if field.name == "max_resends" and value < 0:
+                raise ConfigError(f"max_resends is {value}; give 0 or more")
             if field.type == "float" and not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"{field.name} is {value}; give a number of seconds above 0")
 

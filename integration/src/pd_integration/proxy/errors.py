@@ -48,6 +48,11 @@ def bad_request(message: str, param: str | None = None) -> ProxyError:
     return ProxyError(HTTPStatus.BAD_REQUEST, message, kind="bad request", param=param)
 
 
+def bad_upstream(side: str, why: str) -> ProxyError:
+    """A server answered, or broke off, in a way that nothing can be made of. `why` is fit for a log."""
+    return ProxyError(HTTPStatus.BAD_GATEWAY, f"the {side} server failed: {why}", kind=why, side=side)
+
+
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
     """OpenAI's error object in the form vLLM uses it (`code` is the HTTP status)."""
     kind = responses.get(status, "").replace(" ", "") + "Error"

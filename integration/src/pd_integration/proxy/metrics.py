@@ -31,6 +31,11 @@ class Metrics:
             "Prefills that ended by a stop token and kept no KV: Decode computed the prompt.",
             registry=self._registry,
         )
+        self.resends = Counter(
+            "pd_proxy_resends",
+            "Times that a request was sent to Prefill again because Decode had given it up.",
+            registry=self._registry,
+        )
         self.prefill_seconds = Histogram(
             "pd_proxy_prefill_seconds", "Time until Prefill had answered.", registry=self._registry
         )

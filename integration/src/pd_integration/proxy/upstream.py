@@ -1,4 +1,4 @@
-"""The two requests a client's request becomes, and how each can fail."""
+"""What the proxy asks of servers, and how each request can fail."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -18,7 +18,8 @@ from pd_integration.proxy import bodies
 from pd_integration.proxy._timeout import timeout
 from pd_integration.proxy.backends import DP_RANK_HEADER, Backend, Side
 from pd_integration.proxy.config import ProxyConfig
-from pd_integration.proxy.errors import ProxyError, Unreachable, error_from_event, from_upstream
+from pd_integration.proxy.errors import ProxyError, Unreachable, bad_upstream, error_from_event, from_upstream
+from pd_integration.proxy.guard import REQUEST_ID_HEADER
 from pd_integration.proxy.sse import DONE, event_data, event_error, split_events
 
 
@@ -32,6 +33,21 @@ class Call:
     @property
     def chat(self) -> bool:
         return self.path.endswith("/chat/completions")
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """What Prefill has done.
+
+    Attributes:
+        transfer: the parameters with which Decode pulls the KV. None when Prefill ended with finish_reason "stop" (a
+            model's default stop token, say): then it has freed the KV, a pull would wait for ever, and Decode has to
+            compute the prompt itself.
+        text: of its one token, for completions.
+    """
+
+    transfer: bodies.Body | None
+    text: str
 
 
 def open_session(config: ProxyConfig) -> aiohttp.ClientSession:
@@ -59,12 +75,8 @@ class Upstream:
         self._config = config
         self._rank_turns = itertools.count()
 
-    async def prefill(self, backend: Backend, call: Call, body: bodies.Body) -> bodies.Body | None:
-        """Compute the prompt on `backend`; the transfer parameters with which Decode pulls its KV.
-
-        None when Prefill ended with finish_reason "stop" (a model's default stop token, say): then it has freed the KV,
-        a pull would wait for ever, and Decode has to compute the prompt itself.
-        """
+    async def prefill(self, backend: Backend, call: Call, body: bodies.Body) -> Prefilled:
+        """Compute on `backend` the prompt of `body`, which asks for one token, and have its KV kept there."""
         with _failures("prefill", f"prefill_timeout of {self._config.prefill_timeout:g} s"):
             async with timeout(self._config.prefill_timeout):
                 # Asked every time: a Prefill that was restarted has another engine id.
@@ -73,27 +85,28 @@ class Upstream:
                 # With several data-parallel ranks the KV must be where we tell Decode to look for it.
                 headers = {**call.headers, DP_RANK_HEADER: str(rank)} if len(engines) > 1 else call.headers
                 transfer_id = uuid.uuid4().hex
-                request = bodies.for_prefill(body, transfer_id, chat=call.chat)
+                request = {**body, "kv_transfer_params": bodies.kept_params(transfer_id)}
                 async with self._post(backend, call.path, headers, request) as response:
                     answer = await _json_answer(response, "prefill")
         try:
-            finish_reason = answer["choices"][0]["finish_reason"]
+            choice = answer["choices"][0]
+            finish_reason = choice["finish_reason"]
         except (KeyError, IndexError, TypeError):
-            raise _broken("prefill", "its answer has no choices[0].finish_reason") from None
+            raise bad_upstream("prefill", "its answer has no choices[0].finish_reason") from None
+        text = choice.get("text") or ""
         if finish_reason == "stop":
-            return None
+            return Prefilled(None, text)
         assert backend.bootstrap is not None
-        return bodies.transfer_params(transfer_id, backend.bootstrap, engines[rank])
+        return Prefilled(bodies.transfer_params(transfer_id, backend.bootstrap, engines[rank]), text)
 
-    async def decode(self, backend: Backend, call: Call, body: bodies.Body) -> bytes:
-        """Decode's whole answer to a request that does not stream: a JSON object, as bytes.
+    async def decode(self, backend: Backend, call: Call, body: bodies.Body) -> bodies.Body:
+        """Decode's whole answer to a request that does not stream.
 
         Nothing arrives before the last token, so only the total time-out, which the caller keeps, bounds it.
         """
         with _failures("decode", "time-out"):
             async with self._post(backend, call.path, call.headers, body) as response:
-                await _json_answer(response, "decode")
-                return await response.read()
+                return await _json_answer(response, "decode")
 
     @asynccontextmanager
     async def decode_events(
@@ -115,8 +128,49 @@ class Upstream:
             rest = self._until_done(first, events)
             stack.push_async_callback(rest.aclose)
             if first is None:
-                raise _broken("decode", "its stream ended before the first event")
+                raise bad_upstream("decode", "its stream ended before the first event")
             yield rest
+
+    async def detokenize(self, backend: Backend, call: Call, model: Any, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, special tokens written out."""
+        answer = await self._aside(backend, call, "/detokenize", {"model": model, "tokens": list(token_ids)})
+        if not isinstance(answer.get("prompt"), str):
+            raise bad_upstream(backend.side, "its answer to /detokenize has no prompt")
+        return answer["prompt"]
+
+    async def letter(self, backend: Backend, call: Call, model: Any) -> int:
+        """The id of a token whose text ends with a letter and has nothing but whole characters."""
+        body = {"model": model, "prompt": "a", "add_special_tokens": False}
+        answer = await self._aside(backend, call, "/tokenize", body)
+        try:
+            return int(answer["tokens"][-1])
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise bad_upstream(backend.side, "its answer to /tokenize has no tokens") from None
+
+    async def has_chat_parser(self, backend: Backend, call: Call, model: Any) -> bool | None:
+        """Whether a reasoning or a tool parser makes `backend`'s chat answers of the model's text; None: unknown.
+
+        Without a tool parser vLLM refuses a request that must call a tool; with a reasoning parser it counts reasoning
+        tokens. Costs `backend` one or two generated tokens.
+        """
+        body = {"model": model, "messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 1}
+        tool = {"type": "function", "function": {"name": "a", "parameters": {"type": "object", "properties": {}}}}
+        try:
+            await self._aside(backend, call, call.path, {**body, "tools": [tool], "tool_choice": "required"})
+        except Unreachable:
+            raise
+        except ProxyError as refusal:
+            if refusal.status != HTTPStatus.BAD_REQUEST:
+                return None
+        else:
+            return True
+        try:
+            usage = (await self._aside(backend, call, call.path, body))["usage"]
+        except Unreachable:
+            raise
+        except (ProxyError, KeyError):
+            return None
+        return bool(usage.get("completion_tokens_details"))
 
     async def models(self, backend: Backend, headers: dict[str, str]) -> bytes:
         """The answer to GET /v1/models, a JSON object, as bytes."""
@@ -139,7 +193,15 @@ class Upstream:
             with _failures("decode", f"idle_timeout of {limit:g} s"):
                 async with timeout(limit):
                     event = await anext(events, None)
-        raise _broken("decode", "its stream ended before [DONE]")
+        raise bad_upstream("decode", "its stream ended before [DONE]")
+
+    async def _aside(self, backend: Backend, call: Call, path: str, body: bodies.Body) -> bodies.Body:
+        """The answer to a small question about a request, which has an id of its own for the server's log."""
+        limit = self._config.aside_timeout
+        headers = {**call.headers, REQUEST_ID_HEADER: f"{call.headers[REQUEST_ID_HEADER]}-aside"}
+        with _failures(backend.side, f"aside_timeout of {limit:g} s"):
+            async with timeout(limit), self._post(backend, path, headers, body) as response:
+                return await _json_answer(response, backend.side)
 
     async def _engine_ids(self, backend: Backend) -> dict[int, str]:
         """Engine id of every data-parallel rank, from Prefill's bootstrap server."""
@@ -148,9 +210,9 @@ class Upstream:
         try:
             engines = {int(rank): str(entry["engine_id"]) for rank, entry in answer.items()}
         except (ValueError, KeyError, TypeError):
-            raise _broken("prefill", "its bootstrap server answered something else than engine ids") from None
+            raise bad_upstream("prefill", "its bootstrap server answered something else than engine ids") from None
         if not engines:
-            raise _broken("prefill", "no engine has registered with its bootstrap server yet")
+            raise bad_upstream("prefill", "no engine has registered with its bootstrap server yet")
         return engines
 
     def _post(
@@ -177,11 +239,7 @@ def _failures(side: Side, limit: str) -> Iterator[None]:
         message = f"the {side} server did not answer within the proxy's {limit}"
         raise ProxyError(HTTPStatus.GATEWAY_TIMEOUT, message, kind="timed out", side=side) from None
     except (aiohttp.ClientError, OSError) as error:
-        raise _broken(side, f"the connection broke ({type(error).__name__})") from None
-
-
-def _broken(side: Side, why: str) -> ProxyError:
-    return ProxyError(HTTPStatus.BAD_GATEWAY, f"the {side} server failed: {why}", kind=why, side=side)
+        raise bad_upstream(side, f"the connection broke ({type(error).__name__})") from None
 
 
 async def _json_answer(response: aiohttp.ClientResponse, side: Side) -> dict[str, Any]:
@@ -194,5 +252,5 @@ async def _json_answer(response: aiohttp.ClientResponse, side: Side) -> dict[str
     except (ValueError, RecursionError):
         answer = None
     if not isinstance(answer, dict):
-        raise _broken(side, "its answer is not a JSON object")
+        raise bad_upstream(side, "its answer is not a JSON object")
     return answer

@@ -109,6 +109,9 @@ def test_kept_requests_are_not_resent(make_engine):
         ({"presence_penalty": 0.1}, "sampling looks"),
         ({"frequency_penalty": 0.1}, "sampling looks"),
         ({"stop": ["end"], "detokenize": True}, "may lie across"),
+        ({"extra_args": {FALLBACK: "local"}}, "says so itself"),
+        ({"extra_args": {FALLBACK: "resend"}}, None),
+        ({"extra_args": {"kv_transfer_params": {}}}, None),
         ({"structured_outputs": StructuredOutputsParams(json_object=True)}, "grammar"),
     ],
 )

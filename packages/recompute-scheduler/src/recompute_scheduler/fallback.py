@@ -66,6 +66,9 @@ def why_not_resend(request: Request) -> str | None:
         return "its sampling looks at the output so far"
     if params.stop or params.repetition_detection:
         return "its end may lie across the output so far and the rest"
+    if (params.extra_args or {}).get(FALLBACK) == "local":
+        # A proxy that could not join the two answers sends it as vllm_xargs.
+        return "it says so itself"
     if request.resumable:
         return "its input is not complete"
     return None

@@ -39,7 +39,7 @@ def make_config(*, async_scheduling: bool = False, **engine_args: Any) -> VllmCo
         shape = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
         config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY, **shape}
         with open(os.path.join(model, "config.json"), "w") as file:
-            json.dump({**config, "intermediate_size": 64, "max_position_embeddings": 4096, "dtype": "float32"}, file)
+            json.dump({**config, "intermediate_size": 64, "max_position_embeddings": 1 << 20, "dtype": "float32"}, file)
         defaults: dict[str, Any] = {
             "model": model,
             "skip_tokenizer_init": True,
@@ -121,7 +121,7 @@ class ScriptedEngine:
         """Schedule one step and take in the output of the step that is due."""
         scheduled = self.scheduler.schedule()
         self.trace.append(dict(scheduled.num_scheduled_tokens))
-        self._in_flight.append((scheduled, self._run(scheduled)))
+        self._in_flight.append((scheduled, self.run_model(scheduled)))
         if len(self._in_flight) >= self._depth:
             self._take_in()
         return scheduled
@@ -136,7 +136,8 @@ class ScriptedEngine:
             self.step()
         raise RuntimeError(f"requests are left after {max_steps} steps: {sorted(self.scheduler.requests)}")
 
-    def _run(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+    def run_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """Make up the output of a scheduled step, and let the workers carry it out."""
         ids = list(scheduled.num_scheduled_tokens)
         tokens = []
         for request_id in ids:

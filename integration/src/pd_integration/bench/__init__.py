@@ -1,1 +1,1 @@
-"""Benchmarks. Every figure is a ratio or a difference taken in one interleaved run: this is about us, not the machine."""
+"""Benchmarks. Every figure is a ratio or a difference from one interleaved run: about us, not about the machine."""

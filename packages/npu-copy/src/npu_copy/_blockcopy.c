@@ -1,7 +1,8 @@
 /* Copies blocks of many regions in one call, so that a piece costs a few nanoseconds and not an interpreter round.
  *
  * A work item is one run of consecutive blocks in one region; items are numbered region-major:
- * item = region * num_runs + run. Callers hand disjoint item ranges to several threads.
+ * item = region * num_runs + run. Several threads make the same call and share out slices of items among themselves,
+ * so that none of them needs the interpreter's lock before all is copied.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -75,7 +76,7 @@ static void stream_fence(void) {}
 #endif
 
 /* Version of the structs and of this signature, checked by the loader. */
-int blockcopy_abi(void) { return 1; }
+int blockcopy_abi(void) { return 2; }
 
 static char *destination_of(const block_region *region, const block_run *run)
 {
@@ -87,13 +88,13 @@ static const char *source_of(const block_region *region, const block_run *run)
     return (const char *)(uintptr_t)(region->source + run->source * region->source_stride);
 }
 
-void blockcopy(const block_region *regions, const block_run *runs, size_t num_runs, size_t first_item, size_t end_item,
-               int streaming)
+static void copy_items(const block_region *regions, const block_run *runs, size_t num_runs, size_t item, size_t end,
+                       int streaming)
 {
-    for (size_t item = first_item; item < end_item; item++) {
+    for (; item < end; item++) {
         const block_region *region = &regions[item / num_runs];
         const block_run *run = &runs[item % num_runs];
-        size_t following = item + 1 < end_item ? item + 1 : item;
+        size_t following = item + 1 < end ? item + 1 : item;
         const block_region *next_region = &regions[following / num_runs];
         const block_run *next_run = &runs[following % num_runs];
         char *destination = destination_of(region, run);
@@ -117,6 +118,15 @@ void blockcopy(const block_region *regions, const block_run *runs, size_t num_ru
             source = next_source;
         }
     }
+}
+
+/* next_item starts at 0 and is shared by the threads of one job. */
+void blockcopy(const block_region *regions, const block_run *runs, size_t num_runs, size_t num_items, size_t slice,
+               size_t *next_item, int streaming)
+{
+    size_t first;
+    while ((first = __atomic_fetch_add(next_item, slice, __ATOMIC_RELAXED)) < num_items)
+        copy_items(regions, runs, num_runs, first, num_items - first < slice ? num_items : first + slice, streaming);
     if (streaming)
         stream_fence();
 }

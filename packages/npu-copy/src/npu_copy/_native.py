@@ -10,13 +10,16 @@ from pathlib import Path
 
 import numpy as np
 
+from npu_copy._threads import Team
+
 logger = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("_blockcopy.so")
-_ABI = 1
+_ABI = 2
 
-# (regions uint64 [r, 5], runs int64 [n, 3], first item, end item, streaming); the columns are those of _blockcopy.c
-BlockCopy = Callable[[np.ndarray, np.ndarray, int, int, bool], None]
+# Copies every run in every region, shared out in slices of so many (region, run) items over a team's threads:
+# (regions uint64 [r, 5], runs int64 [n, 3], items a slice, team, streaming). The columns are those of _blockcopy.c.
+BlockCopy = Callable[[np.ndarray, np.ndarray, int, Team, bool], None]
 
 
 @functools.cache
@@ -42,27 +45,39 @@ def load_block_copy(library: Path = LIBRARY) -> tuple[BlockCopy, str]:
 def _native(helper: ctypes.CDLL) -> BlockCopy:
     # CDLL calls release the GIL, so several threads copy at once and the engine's own thread goes on.
     function = helper.blockcopy
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_size_t] * 3, ctypes.c_int]
+    function.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_size_t] * 3, ctypes.c_void_p, ctypes.c_int]
     function.restype = None
 
-    def native_blocks(regions: np.ndarray, runs: np.ndarray, first: int, end: int, streaming: bool) -> None:
-        function(regions.ctypes.data, runs.ctypes.data, len(runs), first, end, streaming)
+    def native_blocks(regions: np.ndarray, runs: np.ndarray, per_slice: int, team: Team, streaming: bool) -> None:
+        items = len(regions) * len(runs)
+        next_item = ctypes.c_size_t(0)
+        tables = regions.ctypes.data, runs.ctypes.data, len(runs), items, per_slice, ctypes.addressof(next_item)
+        # One call a thread: taking the GIL for every slice would wait for whatever Python code holds it.
+        team.run(min(team.num_threads, -(-items // per_slice)), lambda _: function(*tables, streaming))
 
     return native_blocks
 
 
-def memmove_blocks(regions: np.ndarray, runs: np.ndarray, first: int, end: int, streaming: bool) -> None:
+def memmove_blocks(regions: np.ndarray, runs: np.ndarray, per_slice: int, team: Team, streaming: bool) -> None:
     """One ``ctypes.memmove`` a piece: correct everywhere, near memory speed from about 256 KiB a piece."""
-    memmove = ctypes.memmove
-    for item in range(first, end):
-        region, run = divmod(item, len(runs))
-        destination, source, destination_stride, source_stride, size = regions[region].tolist()
-        source_block, destination_block, pieces = runs[run].tolist()
-        destination += destination_block * destination_stride
-        source += source_block * source_stride
-        if source_stride == size and destination_stride == size:
-            size, pieces = size * pieces, 1
-        for _ in range(pieces):
-            memmove(destination, source, size)
-            destination += destination_stride
-            source += source_stride
+    items = len(regions) * len(runs)
+
+    def copy_slice(i: int) -> None:
+        for item in range(i * per_slice, min(items, (i + 1) * per_slice)):
+            region, run = divmod(item, len(runs))
+            _memmove_run(regions[region].tolist(), runs[run].tolist())
+
+    team.run(-(-items // per_slice), copy_slice)
+
+
+def _memmove_run(region: list[int], run: list[int]) -> None:
+    destination, source, destination_stride, source_stride, size = region
+    source_block, destination_block, pieces = run
+    destination += destination_block * destination_stride
+    source += source_block * source_stride
+    if source_stride == size and destination_stride == size:
+        size, pieces = size * pieces, 1
+    for _ in range(pieces):
+        ctypes.memmove(destination, source, size)
+        destination += destination_stride
+        source += source_stride

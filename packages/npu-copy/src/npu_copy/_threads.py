@@ -36,7 +36,8 @@ class Team:
         try:
             take()
         finally:
-            errors = [error for future in futures if (error := future.exception())]
+            # A helper that has not even started has nothing left to do.
+            errors = [error for future in futures if not future.cancel() and (error := future.exception())]
         if errors:
             raise errors[0]
 

@@ -94,9 +94,4 @@ class CpuBackend:
         runs = split_runs(plan.runs, max(1, slice_bytes // largest))
         items = len(plan.regions) * len(runs)
         per_slice = max(1, items * slice_bytes // plan.nbytes)
-        streaming = plan.nbytes >= _STREAMING_BYTES
-
-        def copy_slice(i: int) -> None:
-            self._copy(plan.regions, runs, i * per_slice, min(items, (i + 1) * per_slice), streaming)
-
-        self._team.run(-(-items // per_slice), copy_slice)
+        self._copy(plan.regions, runs, per_slice, self._team, plan.nbytes >= _STREAMING_BYTES)

@@ -33,12 +33,10 @@ class Clients:
         self._manager = manager
         self._block_hasher = block_hasher
         self._random = random
-        self._coming = list(enumerate(scenario.clients))
+        self._coming = list(scenario.clients)
         self._resets = list(scenario.resets)
         self._here: dict[str, Client] = {}
         self._received: dict[str, list[int]] = {}
-        self._ended: dict[str, FinishReason | None] = {}
-        self.tokens: dict[str, list[int]] = self._received
 
     @property
     def coming(self) -> bool:
@@ -50,21 +48,21 @@ class Clients:
         """Before a step is scheduled: some come, some hang up."""
         self.step += 1
         self._hang_up(0.3)
-        while self._coming and self._coming[0][1].step <= self.step:
-            self._add(*self._coming.pop(0))
+        while self._coming and self._coming[0].step <= self.step:
+            self._add(self._coming.pop(0))
 
     def act_during_step(self) -> None:
         """Aborts that arrive while a step runs; the engine carries them out before it takes in the step's output."""
         self._hang_up(0.3)
 
-    def _add(self, index: int, client: Client) -> None:
-        request_id = f"r{index}"
+    def _add(self, client: Client) -> None:
+        request_id = f"r{client.index}"
         text = Text(request_id, client.prompt, self._scenario.max_model_len + 16)
         stop = [] if client.stop_at is None else [text.tokens[len(client.prompt) + client.stop_at]]
         params = SamplingParams(temperature=0.0, max_tokens=client.max_tokens, ignore_eos=True, stop_token_ids=stop,
                                 extra_args={"kv_transfer_params": dict(REMOTE)} if client.remote else None)
         request = Request(request_id, list(client.prompt), params, None, block_hasher=self._block_hasher,
-                          priority=client.priority, arrival_time=float(index))
+                          priority=client.priority, arrival_time=float(client.index))
         self._model.texts[request_id] = text
         self._here[request_id] = client
         self._received[request_id] = []
@@ -90,11 +88,7 @@ class Clients:
             if self._random.random() < chance:
                 self._features[f"abort while {client.abort}"] += 1
                 self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
-                self._end(request_id, FinishReason.ABORT)
-
-    def _end(self, request_id: str, reason: FinishReason | None) -> None:
-        del self._here[request_id]
-        self._ended[request_id] = reason
+                del self._here[request_id]
 
     # What the operator does
 
@@ -131,7 +125,7 @@ class Clients:
         received += output.new_token_ids
         if output.finish_reason is not None:
             self._check_end(request_id, client, output.finish_reason)
-            self._end(request_id, output.finish_reason)
+            del self._here[request_id]
 
     def _check_end(self, request_id: str, client: Client, reason: FinishReason) -> None:
         received = self._received[request_id]

@@ -23,7 +23,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 import offload_connector.plugin
 from block_mapper import GroupKind, KVGroup
-from pd_integration.sim.rank import Layers
+from pd_integration.sim.forward import Layers
 from pd_integration.sim.scenario import BLOCK, Scenario
 from recompute_scheduler.testing import make_config
 
@@ -106,7 +106,7 @@ def _transfer_config(scenario: Scenario, block_bytes: int) -> KVTransferConfig:
 def kv_cache_config(scenario: Scenario, layers: Layers) -> KVCacheConfig:
     """One group per kind; the layers of all groups share the memory, as vLLM's hybrid allocator has it."""
     groups = [
-        KVCacheGroupSpec([f"group.{g}.layer.{slot}" for slot in range(layers.slots)], _spec(group, scenario))
+        KVCacheGroupSpec([f"group.{g}.layer.{slot}" for slot in range(layers.total)], _spec(group, scenario))
         for g, group in enumerate(layers.groups)
     ]
     return KVCacheConfig(num_blocks=scenario.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
@@ -125,6 +125,7 @@ def _spec(group: KVGroup, scenario: Scenario) -> KVCacheSpec:
         shapes=((64,),),
         dtypes=(torch.float32,),
         mamba_cache_mode=_mamba_mode(scenario),
+        num_speculative_blocks=group.speculative_blocks,
         page_size_padded=2 * 8 * 4 * BLOCK,
     )
 

@@ -54,6 +54,9 @@ class RankMemory:
         self._order = 0
         self._copies: list[BlockCopy] = []
         self._outside: list[OutsideWrite] = []
+        self._last_store: frozenset[int] = frozenset()
+        self.outside_after_store = 0
+        """Outside writes into blocks that the last store read: the case that nothing but the host can order."""
         self._flavours: dict[tuple[int, int, int], int] = {}
 
     def next_order(self) -> int:
@@ -87,6 +90,10 @@ class RankMemory:
         raise Violation("wrong KV", f"rank {self.rank}: {what} reads wrong bytes at index {at} (block {block}, "
                         f"{wrong.size} of {found.size} positions wrong)")
 
+    def move(self, slot: int, source: tuple[Int64Array, Int64Array], target: tuple[Int64Array, Int64Array]) -> None:
+        """Copy within the device what lies at (rows, columns), as the model's own kernels do."""
+        self._slots[slot][target] = self._slots[slot][source]
+
     def _flavour(self, epoch: int, group: int, slot: int) -> int:
         key = (epoch, group, slot)
         if key not in self._flavours:
@@ -112,6 +119,8 @@ class RankMemory:
                 raise Violation("device block race", f"rank {self.rank}: {_name(copy)} of blocks {sorted(shared)}, "
                                 "which another machine is writing")
         self._copies.append(copy)
+        if copy.is_store:
+            self._last_store = copy.device_blocks
 
     def start_copy(self, copy: BlockCopy) -> None:
         """Its first byte moves."""
@@ -134,6 +143,7 @@ class RankMemory:
             if shared := copy.device_blocks & write.blocks:
                 raise Violation("outside write race", f"rank {self.rank}: another machine writes blocks "
                                 f"{sorted(shared)} while {_name(copy)} of them has not ended")
+        self.outside_after_store += bool(write.blocks & self._last_store)
         self._outside.append(write)
         return write
 

@@ -13,6 +13,7 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
 
 from pd_integration.sim.errors import Violation
+from pd_integration.sim.recurrent import StateMove, StateTracker
 from pd_integration.sim.tokens import Text
 
 
@@ -21,7 +22,7 @@ class Row:
     """One request in one step: positions start..end are computed, the last `drafts` of them for draft tokens.
 
     tables: block table per KV cache group as of this step. accepted: right drafts. samples: whether tokens come out:
-    those at positions end - drafts .. end - drafts + accepted.
+    those at positions end - drafts .. end - drafts + accepted. state: how the recurrent state goes on, if there is one.
     """
 
     text: Text
@@ -31,6 +32,7 @@ class Row:
     drafts: int = 0
     accepted: int = 0
     samples: bool = False
+    state: StateMove | None = None
 
     @property
     def accepted_end(self) -> int:
@@ -69,9 +71,18 @@ class Model:
         num_drafts: most drafts a step, vLLM's num_speculative_tokens.
         fixed_drafts: always as many, as a draft model proposes; else any number, as n-gram lookup does.
         asynchronous: drafts stay with the workers, as with async scheduling.
+        states: where recurrent states lie, for models that have them.
     """
 
-    def __init__(self, random: Random, num_drafts: int, fixed_drafts: bool, asynchronous: bool) -> None:
+    def __init__(
+        self,
+        random: Random,
+        num_drafts: int,
+        fixed_drafts: bool,
+        asynchronous: bool,
+        states: StateTracker | None = None,
+    ) -> None:
+        self._recurrent = states
         self._random = random
         self._num_drafts = num_drafts
         self._fixed_drafts = fixed_drafts
@@ -87,6 +98,10 @@ class Model:
         """Plan a step that was scheduled before the outputs of the steps in flight were known."""
         self.steps += 1
         plan = StepPlan(self.steps, scheduled, self.epoch)
+        if self._recurrent is not None:
+            preempted = scheduled.preempted_req_ids or set()
+            for request_id in (*scheduled.finished_req_ids, *preempted, *scheduled.scheduled_cached_reqs.resumed_req_ids):
+                self._recurrent.forget(request_id)
         for request_id in scheduled.finished_req_ids:
             self._states.pop(request_id, None)
             self._drafts.pop(request_id, None)
@@ -139,6 +154,8 @@ class Model:
                 row.accepted += 1
             state.known = first + row.accepted + 1
             self._draft(request_id, state)
+        if self._recurrent is not None:
+            row.state = self._recurrent.move(request_id, start, end, row.drafts, row.accepted)
         return row
 
     def _scheduled_drafts(self, scheduled: SchedulerOutput, request_id: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -22,6 +23,9 @@ MODELS: dict[str, tuple[KVGroup, ...]] = {
     "full+recurrent": (KVGroup(GroupKind.FULL, BLOCK), KVGroup(GroupKind.RECURRENT, 1 << 12)),
     "full+recurrent aligned": (KVGroup(GroupKind.FULL, BLOCK), KVGroup(GroupKind.RECURRENT, BLOCK)),
 }
+MODES = ("sync", "async", "pipeline")
+RANKS = (1, 2, 4)
+SIBLINGS = ("none", "before", "after")
 ABORT_STATES = ("waiting", "running", "storing", "restorable", "loading", "remote", "preempted")
 
 
@@ -30,6 +34,7 @@ class Client:
     """One request and what its client does. abort: the state in which the client hangs up, or None; the chance is
     taken anew in each step. stop_at: output position whose token is a stop token, or None."""
 
+    index: int
     step: int
     prompt: tuple[int, ...]
     max_tokens: int
@@ -80,46 +85,60 @@ class Scenario:
 
     @property
     def groups(self) -> tuple[KVGroup, ...]:
-        return MODELS[self.model]
+        return groups(self.model, self.num_drafts)
+
+    @property
+    def least_blocks(self) -> int:
+        return least_blocks(
+            self.model, self.max_model_len, self.num_drafts, self.lookahead, self.token_budget, self.mode
+        )
 
     def only(self, clients: list[int], resets: list[int]) -> Scenario:
         """The same run with some of its clients and resets, by index."""
         return replace(
             self,
-            clients=tuple(c for i, c in enumerate(self.clients) if i in clients),
+            clients=tuple(c for c in self.clients if c.index in clients),
             resets=tuple(r for i, r in enumerate(self.resets) if i in resets),
         )
+
+
+def groups(model: str, num_drafts: int) -> tuple[KVGroup, ...]:
+    """The KV cache groups of a model: recurrent ones have a slot for each draft."""
+    return tuple(
+        replace(group, speculative_blocks=num_drafts) if group.kind is GroupKind.RECURRENT else group
+        for group in MODELS[model]
+    )
 
 
 def generate(seed: int, steps: int) -> Scenario:
     """The scenario of a seed; `steps` is about how long its clients keep coming."""
     random = Random(seed)
     pick = random.choice
-    mode = pick(("sync", "async", "async", "pipeline"))
+    mode = pick(("sync", "async", *MODES))
     model = pick(("full", "full", *MODELS))
-    recurrent = "recurrent" in model
-    num_drafts = 0 if recurrent or mode == "pipeline" else pick((0, 0, 1, 3))
+    num_drafts = 0 if mode == "pipeline" else pick((0, 0, 1, 3))
     lookahead = pick((0, num_drafts)) if mode == "sync" else num_drafts
     max_num_seqs = random.randint(2, 6)
     # A decode node's budget: a token for each request, and its drafts; sometimes more.
     token_budget = max_num_seqs * (1 + num_drafts) * pick((1, 1, 2, 4)) + max_num_seqs * (lookahead > 0)
     max_model_len = pick((24, 40, 64))
-    num_blocks = _least_blocks(model, max_model_len, num_drafts, lookahead, token_budget, mode)
-    sibling = pick(("none", "none", "before", "after"))
+    num_blocks = least = least_blocks(model, max_model_len, num_drafts, lookahead, token_budget, mode)
+    sibling = pick(("none", *SIBLINGS))
     # One request at least; with remote loads two, for vLLM alone can lock up when two loads share less.
-    num_blocks += pick((0, 1, 2, 3, num_blocks // 3, num_blocks)) + 1 + (num_blocks if sibling != "none" else 0)
+    num_blocks += pick((0, 1, 2, 3, least // 4, least // 2)) + 1 + (2 * least // 3 if sibling != "none" else 0)
     failing = random.random() < 0.4
     return Scenario(
         seed=seed,
         mode=mode,
-        ranks=pick((1, 1, 2, 2, 4)),
+        ranks=pick((1, 2, *RANKS)),
         model=model,
         num_blocks=num_blocks,
         host_blocks=pick((0, 1, num_blocks // 4, num_blocks // 2, *[k * num_blocks for k in (1, 1, 4, 4, 4, 4)])),
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         token_budget=token_budget,
-        prefix_caching=model != "full+recurrent" and random.random() < 0.4,
+        # vLLM's "align" mode of recurrent states is made for prefix caching, the other one has none.
+        prefix_caching="aligned" in model or (model != "full+recurrent" and random.random() < 0.4),
         share_prefixes=random.random() < 0.3,
         priority=random.random() < 0.3,
         num_drafts=num_drafts,
@@ -144,14 +163,17 @@ def generate(seed: int, steps: int) -> Scenario:
 def _clients(random: Random, steps: int, max_model_len: int, sibling: bool) -> Any:
     shared = [random.randrange(3, 512) for _ in range(max_model_len)]
     step, impatience = 0, random.choice((0.0, 0.2, 0.6))
-    pace = random.choice((2, 8, 20))
-    while step < steps:
+    pace = random.choice((1, 3, 8))
+    for index in itertools.count():
+        if step >= steps:
+            return
         length = _boundary(random, random.choice((max_model_len // 4, max_model_len - 2)))
         common = random.choice((0, 0, min(length, _boundary(random, max_model_len))))
         prompt = tuple(shared[:common]) + tuple(random.randrange(3, 512) for _ in range(length - common))
         room = max_model_len - length
         max_tokens = random.choice((1, min(2, room), _boundary(random, room), _boundary(random, room), room, room))
         yield Client(
+            index=index,
             step=step,
             prompt=prompt,
             max_tokens=max_tokens,
@@ -171,15 +193,15 @@ def _boundary(random: Random, most: int) -> int:
     return random.randint(1, most)
 
 
-def _least_blocks(model: str, tokens: int, num_drafts: int, lookahead: int, budget: int, mode: str) -> int:
+def least_blocks(model: str, tokens: int, num_drafts: int, lookahead: int, budget: int, mode: str) -> int:
     """Blocks that one request of the longest length needs alone."""
     in_flight = budget * (1 if mode == "sync" else 2)
     total = 0
-    for group in MODELS[model]:
+    for group in groups(model, num_drafts):
         positions = -(-(tokens + num_drafts + lookahead) // group.block_size)
         if group.kind in (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL):
             positions = min(positions, -(-((group.window or 0) + in_flight + num_drafts + lookahead) // BLOCK) + 1)
         elif group.kind is GroupKind.RECURRENT:
-            positions = min(positions, 3)
+            positions = min(positions, 2) + 1 + num_drafts
         total += positions
     return total

@@ -28,7 +28,7 @@ from vllm.v1.request import Request
 from block_mapper import GroupKind
 from pd_integration.sim.clock import Clock
 from pd_integration.sim.memory import POISON, RankMemory, rows_and_columns
-from pd_integration.sim.rank import Layers, first_attended
+from pd_integration.sim.forward import Layers, first_attended
 from pd_integration.sim.tokens import Text
 
 REMOTE = {"do_remote_prefill": True}
@@ -145,7 +145,7 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
         write = memory.begin_outside_write(blocks)
         failed = self._outside.fails()
         epoch, seconds = self._outside.epoch(), self._outside.seconds * self._outside.random.choice((0.1, 0.5, 1.0, 3.0))
-        targets = self._outside.layers.slots
+        targets = self._outside.layers.total
 
         def deliver(some: list[tuple[int, Any, Any, Any]]) -> None:
             for group, rows, columns, digests in some:

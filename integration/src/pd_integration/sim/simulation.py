@@ -16,9 +16,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 
+from block_mapper import GroupKind
 from npu_copy import Direction
-from prometheus_client import Counter as Counter_
-from offload_connector.metrics import METRICS
 from offload_connector.connector import RecomputeCPUOffloadConnector
 from pd_integration.sim import sibling
 from pd_integration.sim.clients import Clients
@@ -26,9 +25,11 @@ from pd_integration.sim.clock import Clock
 from pd_integration.sim.configs import block_hash, kv_cache_config, layers_of, structured_output_manager, vllm_config
 from pd_integration.sim.copies import SimulatedPath, simulated_device, virtual_time
 from pd_integration.sim.errors import Violation
+from pd_integration.sim.features import ManagerWatch, note_memory, note_scenario, note_stats, note_step
 from pd_integration.sim.memory import RankMemory
 from pd_integration.sim.model import Model, StepPlan
 from pd_integration.sim.rank import HOST_SECONDS, Rank
+from pd_integration.sim.recurrent import StateTracker
 from pd_integration.sim.scenario import BLOCK, Scenario
 from pd_integration.sim.tokens import POISON_TOKEN
 from recompute_scheduler import AsyncRecomputeScheduler, RecomputeScheduler
@@ -53,8 +54,14 @@ class Simulation:
         self.clock = Clock()
         self.layers = layers_of(scenario)
         asynchronous = scenario.mode == "async"
-        self.model = Model(self._random("drafts"), scenario.num_drafts, scenario.lookahead > 0 or asynchronous, asynchronous)
-        block_bytes = self.layers.slots * BLOCK * 8
+        self.model = Model(
+            self._random("drafts"),
+            scenario.num_drafts,
+            fixed_drafts=scenario.lookahead > 0 or asynchronous,
+            asynchronous=asynchronous,
+            states=next((StateTracker(g.block_size) for g in scenario.groups if g.kind is GroupKind.RECURRENT), None),
+        )
+        block_bytes = self.layers.total * BLOCK * 8
         config = vllm_config(scenario, block_bytes)
         cache = kv_cache_config(scenario, self.layers)
         sibling.outside = self._outside()
@@ -74,6 +81,8 @@ class Simulation:
         self.clients = Clients(scenario, self.scheduler, self.model, self.features, self.connector.manager,
                                get_request_block_hasher(hash_block_size, block_hash), self._random("clients"))
         self._aggregator = KVOutputAggregator.from_connector(self.ranks[0].connector, scenario.ranks)
+        self._watch = ManagerWatch(self.connector.manager, self.features)
+        note_scenario(self.features, scenario, scenario.least_blocks)
         self._in_flight: deque[StepPlan] = deque()
         self._depth = 1 if scenario.mode == "sync" else 2
         self._hosts = self._random("hosts")
@@ -106,7 +115,7 @@ class Simulation:
 
     def _make_rank(self, index: int, config: Any, cache: Any) -> Rank:
         s, random = self.scenario, self._random("rank", index)
-        memory = RankMemory(index, s.num_blocks, BLOCK, self.layers.slots)
+        memory = RankMemory(index, s.num_blocks, BLOCK, self.layers.total)
         rank = Rank(index, self.clock, random, memory, self.layers)
         assert sibling.outside is not None
         sibling.outside.memory = memory
@@ -164,6 +173,7 @@ class Simulation:
                 # A worker in another process may be early or late.
                 if self._hosts.random() < 0.5:
                     self._catch_up(rank, plan)
+            self._watch.note_step()
             self._check_step()
             if len(self._in_flight) < self._depth and (plan.rows or self.scheduler.has_requests()):
                 return
@@ -196,13 +206,13 @@ class Simulation:
         self.clients.act_during_step()
         for one in self.scheduler.update_from_output(plan.scheduled, output).values():
             if one.scheduler_stats is not None:
-                self._note_stats(one.scheduler_stats.kv_connector_stats or {})
+                note_stats(self.features, one.scheduler_stats.kv_connector_stats or {})
             for result in one.outputs:
                 self._without_token = self._without_token_idle = 0
                 self.clients.receive(result)
         if self.scenario.num_drafts and self.scenario.mode == "sync" and plan.rows:
             self.scheduler.update_draft_token_ids(self.model.take_drafts(plan))
-        self._note(plan)
+        note_step(self.features, self.scenario, plan)
         self._check_step()
 
     # What must hold
@@ -233,33 +243,11 @@ class Simulation:
             raise Violation("jobs left", "no request is left, but some job is open")
         if manager._pool is not None and manager._pool.usage().used:
             raise Violation("host blocks leaked", f"{manager._pool.usage()} with no request left")
+        for rank in self.ranks:
+            note_memory(self.features, rank.memory)
         busy = [rank.rank for rank in self.ranks if rank.memory.busy]
         if busy:
             raise Violation("copies left", f"ranks {busy} still copy")
-
-    def _note(self, plan: StepPlan) -> None:
-        """Count what this step was an example of."""
-        note = self.features
-        for row in plan.rows:
-            if row.drafts:
-                note["draft accepted"] += row.accepted > 0
-                note["draft rejected"] += row.accepted < row.drafts
-            if any(0 in table for table in row.tables):
-                note["null block in a table"] += 1
-            if row.samples and row.start and row.end - row.start == 1 + row.drafts:
-                note["decode step"] += 1
-        note["blocks zeroed"] += bool(plan.scheduled.new_block_ids_to_zero)
-        note["poisoned forward"] += bool(plan.poisoned)
-        note["load within a step"] += plan.scheduled.has_sync_kv_loads
-
-
-    def _note_stats(self, stats: dict[str, Any]) -> None:
-        """Count what the connector counts; in MultiConnector its figures stand under its name."""
-        stats = stats.get(RecomputeCPUOffloadConnector.__name__, stats)
-        for name, values in stats.items():
-            if METRICS.get(name) is not None and METRICS[name].kind is Counter_:
-                for label, amount in getattr(values, "data", values).items():
-                    self.features[f"{name} {label}".strip()] += int(amount)
 
 
 def _ours(connector: Any) -> RecomputeCPUOffloadConnector:

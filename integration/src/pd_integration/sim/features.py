@@ -1,0 +1,151 @@
+"""What a run was an example of. A state or fault that never occurs is not tested, so each has to, in every full run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from prometheus_client import Counter as PrometheusCounter
+from vllm.v1.request import Request
+
+from offload_connector import RecomputeCPUOffloadConnector
+from offload_connector.manager import OffloadManager
+from offload_connector.metrics import METRICS
+from pd_integration.sim.memory import RankMemory
+from pd_integration.sim.model import StepPlan
+from pd_integration.sim.scenario import ABORT_STATES, BLOCK, MODELS, MODES, RANKS, SIBLINGS, Scenario
+
+REQUIRED = (
+    *(f"mode {mode}" for mode in MODES),
+    *(f"ranks {ranks}" for ranks in RANKS),
+    *(f"model {model}" for model in MODELS),
+    *(f"sibling {sibling}" for sibling in SIBLINGS),
+    *(f"abort while {state}" for state in ABORT_STATES),
+    "policy priority",
+    "policy fcfs",
+    "device cache of hardly one request",
+    "host budget of nothing",
+    "host budget of one block",
+    "host budget ample",
+    "ended by length",
+    "ended by a stop token",
+    "ended by a failed load",
+    "engine stopped by a failed load",
+    "reset",
+    "reset with running requests",
+    "decode step",
+    "draft accepted",
+    "draft rejected",
+    "drafts and recurrent states",
+    "null block in a table",
+    "blocks zeroed",
+    "prefix hit",
+    "preempted_offloaded",
+    "preempted_restored",
+    "fallback host_full",
+    "fallback copy_failed",
+    "fallback unsupported",
+    "fallback served_elsewhere",
+    "saved with a partial block",
+    "saved whole blocks",
+    "saved again",
+    "several victims in a step",
+    "asked while storing",
+    "restored beside a prefix hit",
+    "load within a step",
+    "load behind the step",
+    "host blocks shared",
+    "store failed",
+    "load failed",
+    "poisoned forward",
+    "remote load",
+    "remote load failed",
+    "remote load into blocks just stored",
+)
+
+
+def note_scenario(features: Counter[str], scenario: Scenario, least_blocks: int) -> None:
+    features[f"mode {scenario.mode}"] += 1
+    features[f"ranks {scenario.ranks}"] += 1
+    features[f"model {scenario.model}"] += 1
+    features[f"sibling {scenario.sibling}"] += 1
+    features["policy priority" if scenario.priority else "policy fcfs"] += 1
+    features["device cache of hardly one request"] += scenario.num_blocks <= least_blocks + 2
+    features["host budget of nothing"] += scenario.host_blocks == 0
+    features["host budget of one block"] += scenario.host_blocks == 1
+    features["host budget ample"] += scenario.host_blocks >= 4 * scenario.num_blocks
+
+
+def note_step(features: Counter[str], scenario: Scenario, plan: StepPlan) -> None:
+    """What the workers saw in a step."""
+    for row in plan.rows:
+        features["draft accepted"] += row.accepted > 0
+        features["draft rejected"] += row.accepted < row.drafts
+        features["drafts and recurrent states"] += bool(row.drafts) and "recurrent" in scenario.model
+        features["null block in a table"] += any(0 in table for table in row.tables)
+        features["decode step"] += row.samples and row.start > 0 and row.end - row.start == 1 + row.drafts
+    features["prefix hit"] += any(new.num_computed_tokens >= BLOCK for new in plan.scheduled.scheduled_new_reqs)
+    features["blocks zeroed"] += bool(plan.scheduled.new_block_ids_to_zero)
+    features["poisoned forward"] += bool(plan.poisoned)
+
+
+def note_stats(features: Counter[str], stats: dict[str, Any]) -> None:
+    """What the connector counts; in MultiConnector its figures stand under its name."""
+    ours = stats.get(RecomputeCPUOffloadConnector.__name__, stats)
+    for name, values in getattr(ours, "data", ours).items():
+        if name in METRICS and METRICS[name].kind is PrometheusCounter:
+            for label, amount in values.items():
+                features[f"{name} {label}".strip()] += int(amount)
+
+
+def note_memory(features: Counter[str], memory: RankMemory) -> None:
+    features["remote load into blocks just stored"] += memory.outside_after_store
+
+
+class ManagerWatch:
+    """Listens to what the scheduler asks the connector's scheduler side; changes nothing."""
+
+    def __init__(self, manager: OffloadManager, features: Counter[str]) -> None:
+        self._features = features
+        self._restored: set[str] = set()
+        self._victims = 0
+        self._shared = 0
+        keep, query, allocated = manager.keep, manager.restorable_tokens, manager.allocated
+
+        def watched_keep(request: Request, block_ids: Sequence[Sequence[int]], num_computed_tokens: int) -> bool:
+            kept = keep(request, block_ids, num_computed_tokens)
+            if kept:
+                self._saved(request, num_computed_tokens)
+            return kept
+
+        def watched_query(request: Request, num_device_tokens: int) -> tuple[int | None, bool]:
+            answer = query(request, num_device_tokens)
+            features["asked while storing"] += answer[0] is None
+            return answer
+
+        def watched_allocated(request: Request, block_ids: Sequence[Sequence[int]], num_external: int) -> None:
+            loads = query(request, 0)
+            if num_external and loads[0]:
+                features["load behind the step" if loads[1] else "load within a step"] += 1
+                features["restored beside a prefix hit"] += num_external < loads[0]
+                self._restored.add(request.request_id)
+            allocated(request, block_ids, num_external)
+
+        manager.keep = watched_keep  # type: ignore[method-assign]
+        manager.restorable_tokens = watched_query  # type: ignore[method-assign]
+        manager.allocated = watched_allocated  # type: ignore[method-assign]
+        self._manager = manager
+
+    def _saved(self, request: Request, num_computed_tokens: int) -> None:
+        self._victims += 1
+        num_tokens = min(num_computed_tokens, request.num_tokens)
+        self._features["saved with a partial block" if num_tokens % BLOCK else "saved whole blocks"] += 1
+        self._features["saved again"] += request.request_id in self._restored
+
+    def note_step(self) -> None:
+        """A step has been scheduled."""
+        self._features["several victims in a step"] += self._victims > 1
+        self._victims = 0
+        pool = self._manager._pool
+        self._features["host blocks shared"] += pool is not None and bool((pool.refs > 2).any())

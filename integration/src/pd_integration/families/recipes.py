@@ -18,7 +18,7 @@ class Recipe:
         blocks: KV cache blocks under pressure, about half of what the requests come to need.
         model: family name in `pd_integration.models`, or a function that writes a model into a directory.
         speculative: from the directory of the run, vLLM's speculative_config.
-        engine: further engine arguments.
+        engine: further engine arguments, and under "sampling" and "offload" those of the requests and the connector.
         async_scheduling: whether vLLM runs it with async scheduling.
         exact: whether plain vLLM gives the same tokens whatever else is in the batch. Where it does not, restored KV is
             compared byte by byte alone.
@@ -58,6 +58,15 @@ def _qwen3_next_mtp(directory: Path) -> Path:
     return write_qwen3_next_mtp(directory)
 
 
+WORKERS = {"distributed_executor_backend": "mp"}
+TENSOR_PARALLEL = {"tensor_parallel_size": 2, **WORKERS}
+# vLLM's CPU workers exchange the stages' tensors only through its compiled path.
+PIPELINE_PARALLEL = {
+    "pipeline_parallel_size": 2,
+    "enforce_eager": False,
+    "compilation_config": {"mode": 2, "backend": "eager"},
+    **WORKERS,
+}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 HYBRID = {"block_size": None}
 BF16 = {"block_size": None, "dtype": "bfloat16"}
@@ -67,6 +76,9 @@ RECIPES: dict[str, Recipe] = {
     "llama, prefix caching": Recipe(48, engine={"enable_prefix_caching": True}),
     "llama, chunked prefill": Recipe(48, engine={"max_num_batched_tokens": 32}),
     "llama, seeded sampling": Recipe(48, engine={"sampling": {"temperature": 0.8, "top_p": 0.95, "seed": 7}}),
+    "llama, shared host prefixes": Recipe(48, engine={"offload": {"enable_offload_prefix_caching": True}}),
+    "llama, tensor parallel": Recipe(48, engine=TENSOR_PARALLEL),
+    "llama, pipeline parallel": Recipe(48, engine=PIPELINE_PARALLEL, async_scheduling=False),
     "gpt-oss (2 groups)": Recipe(60, "gpt-oss"),
     "gpt-oss, prefix caching": Recipe(60, "gpt-oss", engine={"enable_prefix_caching": True}),
     "ministral (2 groups)": Recipe(60, "ministral"),

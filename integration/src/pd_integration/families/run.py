@@ -82,6 +82,7 @@ def run_arm(recipe: Recipe, arm: Arm, directory: Path, **overrides: Any) -> Outc
     model = recipe.write(directory / "model")
     engine = dict(recipe.engine)
     sampling = {"temperature": 0.0, **engine.pop("sampling", {})}
+    offload = engine.pop("offload", {})
     arguments: dict[str, Any] = {
         "dtype": "float32",
         "max_model_len": 512,
@@ -97,7 +98,7 @@ def run_arm(recipe: Recipe, arm: Arm, directory: Path, **overrides: Any) -> Outc
     if recipe.speculative is not None:
         arguments["speculative_config"] = recipe.speculative(model, directory)
     if arm.saved:
-        extra = {"cpu_bytes_to_use_per_rank": HOST_BYTES, "verify_restored_blocks": True}
+        extra = {"cpu_bytes_to_use_per_rank": HOST_BYTES, "verify_restored_blocks": True, **offload}
         arguments["kv_transfer_config"] = {
             "kv_connector": "RecomputeCPUOffloadConnector",
             "kv_role": "kv_consumer",

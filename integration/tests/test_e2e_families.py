@@ -1,0 +1,30 @@
+"""Every kind of KV cache on the real engine: preempted requests put out the tokens of a run without pressure."""
+
+import pytest
+
+from pd_integration.families import RECIPES
+from pd_integration.families.__main__ import in_own_process
+from pd_integration.families.run import REQUESTS
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+ACCEPTANCE_NOISE = 0.01
+"""A resumed request has no drafts in its first step; that moves the share of accepted drafts by less than this."""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_saved_requests_go_on_exactly(name):
+    ample, _, *saved = in_own_process(name)
+    assert ample["preemptions"] == 0
+    assert saved
+    for row in saved:
+        figures = row["offloaded"]
+        assert row["preemptions"] > 0
+        assert figures["preempted_restored"] == figures["preempted_offloaded"] == row["preemptions"]
+        # Checksums of every block, taken before the store and compared after the load.
+        assert figures.get("copy_errors", 0) == 0
+        assert figures["host_blocks_used"] == 0
+        if row["exact"]:
+            assert row["same"] == REQUESTS
+        if ample["acceptance"] is not None:
+            assert row["acceptance"] > ample["acceptance"] - ACCEPTANCE_NOISE

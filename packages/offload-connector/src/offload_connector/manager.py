@@ -87,6 +87,7 @@ class OffloadManager:
         self._pool: HostPool | None = None
         self._saved: SavedRequests | None = None
         self._last_job = 0
+        self._told_of_prompt_logprobs = False
         self._plans: dict[str, _Plan] = {}
         self._open_jobs: set[int] = set()
         self._preemptions: dict[str, _Preemption] = {}
@@ -137,7 +138,13 @@ class OffloadManager:
         if num_tokens <= 0:
             return "nothing_computed"
         if request.skip_reading_prefix_cache:
-            # Prompt log-probabilities come from computing the prompt again; vLLM takes no outside tokens for them.
+            if not self._told_of_prompt_logprobs:
+                self._told_of_prompt_logprobs = True
+                logger.warning(
+                    "Request %s is recomputed: log-probabilities of its prompt come from computing the prompt again, and "
+                    "vLLM takes no outside tokens for it. Further such requests are not logged.",
+                    request.request_id,
+                )
             return "prompt_logprobs"
         return None
 

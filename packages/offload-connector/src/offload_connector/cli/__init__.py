@@ -1,0 +1,34 @@
+"""The command `offload-connector`: `plan` the host memory, `check` a host and a configuration.
+
+It needs neither vLLM nor torch, but for the look at the host's memory, which is npu-copy's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from offload_connector import __version__
+from offload_connector.cli import check, plan
+
+OK, FINDINGS, USAGE = 0, 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 0 ok, 1 findings, 2 wrong usage."""
+    parser = argparse.ArgumentParser(
+        prog="offload-connector",
+        description="Tools for RecomputeCPUOffloadConnector: the KV cache of preempted requests, kept on the host.",
+        epilog="offload-connector COMMAND --help shows examples",
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    plan.add_parser(commands)
+    check.add_parser(commands)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except ValueError as error:
+        print(f"offload-connector: {error}", file=sys.stderr)
+        return USAGE

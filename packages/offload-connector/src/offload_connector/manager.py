@@ -141,7 +141,7 @@ class OffloadManager:
             if not self._told_of_prompt_logprobs:
                 self._told_of_prompt_logprobs = True
                 logger.warning(
-                    "Request %s is recomputed: log-probabilities of its prompt come from computing the prompt again, and "
+                    "Request %s is recomputed: log-probabilities of its prompt come from computing it again, and "
                     "vLLM takes no outside tokens for it. Further such requests are not logged.",
                     request.request_id,
                 )

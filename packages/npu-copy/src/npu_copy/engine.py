@@ -84,14 +84,15 @@ class CopyEngine:
             RuntimeError: the engine is closed.
         """
         plan = self._planner.plan(pairs, direction)
+        blocks = block_compute or direction is Direction.STORE
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"job {job}: the copy engine is closed")
             if self._find(job) is not None:
                 raise ValueError(f"job {job} is already submitted and not yet reported by poll()")
-            copy = self._backend.start(plan)
+            copy = self._backend.start(plan, background=not blocks)
             self._jobs[direction].append(_Job(job, direction, plan.nbytes, copy))
-        if block_compute or direction is Direction.STORE:
+        if blocks:
             copy.block_compute()
 
     def poll(self) -> list[CopyResult]:

@@ -38,8 +38,10 @@ class Backend(Protocol):
     name: str
     path: str
 
-    def start(self, plan: Plan) -> Copy:
+    def start(self, plan: Plan, *, background: bool) -> Copy:
         """Start a job's copies; they wait for the compute stream's work so far.
+
+        ``background`` is false when :meth:`Copy.block_compute` follows: the caller would only wait.
 
         Errors that stop the copies belong to the outcome and are not raised.
         """

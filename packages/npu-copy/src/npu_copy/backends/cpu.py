@@ -48,7 +48,10 @@ class _Done:
 
 
 class CpuBackend:
-    """Stores run in the caller; loads on one background thread, in order. Both share the team's threads."""
+    """Stores run in the caller; loads on one background thread, in order. Both share the team's threads.
+
+    A load that the caller would wait for runs in the caller too, unless others are before it.
+    """
 
     name = "cpu"
 
@@ -56,17 +59,22 @@ class CpuBackend:
         self._team = team
         self._copy, self.path = load_block_copy()
         self._loads: queue.SimpleQueue[_Done | None] = queue.SimpleQueue()
+        self._last_load: _Done | None = None
         self._loader = threading.Thread(target=self._run_loads, name="npu_copy load", daemon=True)
         self._loader.start()
         logger.info("npu_copy: cpu backend, %s copies, %d threads", self.path, team.num_threads)
 
-    def start(self, plan: Plan) -> _Done:
+    def start(self, plan: Plan, *, background: bool) -> _Done:
         copy = _Done(plan)
-        if plan.direction is Direction.STORE:
+        if plan.direction is Direction.STORE or (not background and self._idle()):
             self._run(copy)
         else:
+            self._last_load = copy
             self._loads.put(copy)
         return copy
+
+    def _idle(self) -> bool:
+        return self._last_load is None or self._last_load.done()
 
     def close(self) -> None:
         self._loads.put(None)

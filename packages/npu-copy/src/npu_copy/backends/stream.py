@@ -104,7 +104,7 @@ class StreamBackend:
         self._device = device
         self._streams = {direction: device_module.Stream(device=device) for direction in Direction}
 
-    def start(self, plan: Plan) -> StreamCopy:
+    def start(self, plan: Plan, *, background: bool) -> StreamCopy:
         copy = StreamCopy(lambda: self._module.current_stream(self._device))
         copy.start(self._module, self._streams[plan.direction], self._path, plan)
         return copy
@@ -161,7 +161,7 @@ def first_working(
 
 
 def _probe(backend: StreamBackend, regions: Sequence[Region], host_pool: HostPool) -> BaseException | None:
-    copy = backend.start(Planner(regions, host_pool).null_block_plan())
+    copy = backend.start(Planner(regions, host_pool).null_block_plan(), background=True)
     if not copy.wait(_PROBE_TIMEOUT_S):
         return TimeoutError(f"one block not copied in {_PROBE_TIMEOUT_S} s")
     _, error = copy.outcome()

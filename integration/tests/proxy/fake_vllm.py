@@ -51,11 +51,13 @@ class FakeModel:
     Attributes:
         cuts: how many tokens Decode generates each time before it gives the request up; then it goes on to the end.
         per_event: tokens in one streamed event.
+        late_end: a streamed request that was given up ends with an event of its own; else with its last tokens.
     """
 
     text: str
     cuts: list[int] = field(default_factory=list)
     per_event: int = 1
+    late_end: bool = True
     prompt: str = "say: "
     tokenizer: Tokenizer = field(default_factory=tokenizer)
     ids: list[int] = field(default_factory=list)
@@ -173,12 +175,12 @@ class _Reply:
         return self.usage(len(self.ids), prompt_tokens_details={"cached_tokens": len(self.prompt) - 1})
 
     def pieces(self) -> list[tuple[int, int]]:
-        """(start, end) of each event's tokens; the end comes by itself, as when a request is given up between steps."""
+        """(start, end) of each event's tokens."""
         n = self.model.per_event
         cut = [(start, min(start + n, len(self.ids))) for start in range(0, len(self.ids), n)]
         if self.end[1] == "recomputed":
             # vLLM does not stream an end before the first token.
-            return [*cut, (len(self.ids), len(self.ids))] if cut else []
+            return [*cut, (len(self.ids), len(self.ids))] if cut and self.model.late_end else cut
         return cut
 
     def head(self, kind: str) -> dict[str, Any]:

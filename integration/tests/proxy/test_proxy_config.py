@@ -28,6 +28,7 @@ def test_pairs_are_made_in_order_and_slashes_dropped() -> None:
 def test_every_setting_has_an_option() -> None:
     options = ["max-body-bytes", "health-failures", "connect-timeout", "prefill-timeout", "first-byte-timeout"]
     options += ["idle-timeout", "total-timeout", "health-interval", "health-timeout", "shutdown-timeout", "port"]
+    options += ["aside-timeout", "max-resends"]
     config = parse_args([*ONE, *DECODE, *(word for option in options for word in ("--" + option, "7"))])
     assert {getattr(config, option.replace("-", "_")) for option in options} == {7}
 
@@ -50,6 +51,8 @@ def test_every_setting_has_an_option() -> None:
         ([*ONE, *DECODE, "--total-timeout", "inf"], "total_timeout"),
         ([*ONE, *DECODE, "--max-body-bytes", "0"], "max_body_bytes"),
         ([*ONE, *DECODE, "--health-failures", "-1"], "health_failures"),
+        ([*ONE, *DECODE, "--max-resends", "-1"], "max_resends"),
+        ([*ONE, *DECODE, "--aside-timeout", "0"], "aside_timeout"),
         ([*ONE, *DECODE, "--port", "70000"], "port"),
         ([*ONE, *DECODE, "--port", "x"], "--port"),
     ],

@@ -16,6 +16,9 @@ PROMPT = {"model": SECRET, "prompt": f"my secret is {SECRET}", "max_tokens": 3}
 CHAT = {"messages": [{"role": "user", "content": SECRET}]}
 ECHO = {"error": {"message": f"prompt {SECRET} is too long", "type": "BadRequestError", "param": None, "code": 400}}
 
+GIVEN_UP_TEXT = {"choices": [{"index": 0, "text": SECRET, "finish_reason": "stop", "stop_reason": "recomputed"}]}
+GIVEN_UP = {"choices": [{**GIVEN_UP_TEXT["choices"][0], "text": "", "token_ids": [], "prompt_token_ids": [1]}]}
+
 
 async def talk(p: Pair) -> None:
     """All kinds of requests, each with the secret in some place."""
@@ -55,6 +58,8 @@ BEHAVIOURS: dict[str, dict[str, Any]] = {
         "decode": FakeServer(stream_then([f'data: {{"error": {{"message": "{SECRET}"}}}}\n\n'.encode()], None))
     },
     "prefill answers nonsense": {"prefill": FakePrefill(error_answer(200, SECRET))},
+    "decode gives it up": {"decode": FakeServer(error_answer(200, GIVEN_UP)), "max_resends": 1},
+    "decode gives it up without token ids": {"decode": FakeServer(error_answer(200, GIVEN_UP_TEXT))},
     "decode is slow": {"decode": FakeServer(hang), "total_timeout": 0.1},
 }
 

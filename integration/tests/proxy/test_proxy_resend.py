@@ -11,7 +11,7 @@ import pytest
 from fake_vllm import FakeModel, FakeVllmDecode, FakeVllmPrefill
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from proxy_fakes import Pair, pair
+from proxy_fakes import Pair, error_answer, hang, pair, until
 
 from pd_integration.proxy.sse import DONE, event_data
 
@@ -29,10 +29,10 @@ def a_pair(model: FakeModel, **settings: Any) -> Any:
     return pair([FakeVllmPrefill(model)], [FakeVllmDecode(model)], **settings)
 
 
-async def answer(p: Pair, path: str, body: dict[str, Any]) -> Any:
-    """The whole answer, or the stream's events as objects."""
+async def answer(p: Pair, path: str, body: dict[str, Any], url: str | None = None) -> Any:
+    """The whole answer of the proxy, or of the server at `url`; of a stream the events as objects."""
     headers = {"X-Request-Id": "r1"}
-    async with p.post({**REQUEST[path], **body}, path, headers=headers) as response:
+    async with p.client.post((url or p.url) + path, json={**REQUEST[path], **body}, headers=headers) as response:
         content = await response.read()
         assert response.status == 200, content
     if not body.get("stream"):
@@ -51,16 +51,17 @@ def answers(model: FakeModel, path: str, body: dict[str, Any], **settings: Any) 
 
 
 def cut_answers(model: FakeModel, path: str, body: dict[str, Any], *cuts: list[int]) -> list[Any]:
-    """The answers to the same request, given up after so many tokens each time."""
+    """Decode's own answer to a request, then the proxy's when Decode gives it up after so many tokens each time."""
 
     async def scenario() -> list[Any]:
-        got = []
         async with a_pair(model) as p:
+            decode = p.decode[0]
+            got = [await answer(p, path, body, decode.url)]
             for counts in cuts:
-                p.decode[0].tell(counts)
+                decode.received.clear()
+                decode.tell(counts)
                 got.append(await answer(p, path, body))
-                assert len(p.decode[0].received) == len(counts) + 1
-                p.decode[0].received.clear()
+                assert len(decode.received) == len(counts) + 1
         return got
 
     return asyncio.run(scenario())
@@ -93,8 +94,8 @@ def options_for(path: str, name: str, stream: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("per_event", [1, 3])
 def test_the_answer_is_that_of_the_uncut_request(path: str, stream: bool, name: str, per_event: int) -> None:
     body = options_for(path, name, stream)
-    cuts = [1], [4, 0, 3], [7, 1, 1, 1, 5]
-    expected, *got = cut_answers(FakeModel(TEXT, per_event=per_event), path, body, [], *cuts)
+    cuts = [], [1], [4, 0, 3], [7, 1, 1, 1, 5]
+    expected, *got = cut_answers(FakeModel(TEXT, per_event=per_event, late_end=per_event == 1), path, body, *cuts)
     for one, counts in zip(got, cuts, strict=True):
         assert joined(one) == joined(expected), counts
         if per_event == 1:
@@ -116,6 +117,7 @@ def joined(got: Any) -> Any:
         "logprobs": {key: [v for lp in logprobs for v in lp[key]] for key in (logprobs[0] if logprobs else ())},
         "ends": [(c["finish_reason"], c.get("stop_reason")) for c in choices if c["finish_reason"]],
         "usage": got[-1].get("usage"),
+        "fingerprints": [chunk["system_fingerprint"] for chunk in got if "system_fingerprint" in chunk],
     }
 
 
@@ -124,9 +126,9 @@ def joined(got: Any) -> Any:
 def test_wherever_it_is_cut_no_character_is_lost_or_repeated(path: str, stream: bool) -> None:
     body = options_for(path, "logprobs", stream) | {"return_token_ids": True}
     model = FakeModel(TEXT)
-    expected, *got = cut_answers(model, path, body, *([n] if n else [] for n in range(len(model.ids))))
+    expected, *got = cut_answers(model, path, body, [], *([n] for n in range(1, len(model.ids))))
     for cut, one in enumerate(got):
-        assert joined(one) == joined(expected), cut + 1
+        assert joined(one) == joined(expected), cut
 
 
 @settings(max_examples=40, deadline=None)
@@ -139,7 +141,7 @@ def test_wherever_it_is_cut_no_character_is_lost_or_repeated(path: str, stream: 
 def test_bytes_that_are_no_text_are_joined_too(ids: list[int], cuts: list[int], stream: bool, path: str) -> None:
     body = {"stream": stream, "return_token_ids": True, "logprobs": True if path == CHAT else 0}
     used = [c for c, total in zip(cuts, itertools.accumulate(cuts), strict=True) if total < len(ids)]
-    expected, got = cut_answers(FakeModel(TEXT, ids=ids), path, body, [], used)
+    expected, got = cut_answers(FakeModel(TEXT, ids=ids), path, body, used)
     assert joined(got) == joined(expected)
 
 
@@ -149,7 +151,7 @@ def test_a_client_s_prompt_that_ends_in_half_a_character() -> None:
     model.prompt_ids, model.ids = [*model.prompt_ids, *euro[:1]], [*euro[1:], *model.ids]
     for stream in (False, True):
         body = {"stream": stream, "return_token_ids": True}
-        expected, *got = cut_answers(model, COMPLETIONS, body, [], *([cut] for cut in range(1, 8)))
+        expected, *got = cut_answers(model, COMPLETIONS, body, *([cut] for cut in range(1, 8)))
         for one in got:
             assert joined(one) == joined(expected)
 
@@ -209,9 +211,14 @@ def test_a_request_given_up_before_its_first_token_is_simply_sent_again() -> Non
     assert [r.body["prompt"] for r in p.decode[0].received] == ["say: "] * 3
 
 
+def test_an_echoed_chat_message_is_not_taken_for_output() -> None:
+    expected, got = cut_answers(FakeModel(TEXT), CHAT, {"stream": True, "echo": True, "return_token_ids": True}, [0, 3])
+    assert got == expected
+
+
 def test_prompt_logprobs_and_prompt_ids_are_the_first_part_s() -> None:
     body = {"prompt_logprobs": 1, "return_token_ids": True}
-    expected, got = cut_answers(FakeModel(TEXT), COMPLETIONS, body, [], [5])
+    expected, got = cut_answers(FakeModel(TEXT), COMPLETIONS, body, [5])
     assert got["choices"][0]["prompt_logprobs"]
     assert got == expected
 
@@ -323,48 +330,101 @@ def test_a_chat_server_with_a_parser_is_found_out_once_and_its_requests_marked()
     asyncio.run(scenario())
 
 
+@streamed_or_not
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_server_that_fails_the_second_time_ends_the_answer_with_its_error(side: str, stream: bool) -> None:
+    error = {"error": {"message": "no room", "type": "E", "param": None, "code": 507}}
+
+    async def scenario() -> None:
+        async with a_pair(FakeModel(TEXT, cuts=[4])) as p:
+            server = p.prefill[0] if side == "prefill" else p.decode[0]
+            good = server.answer
+
+            async def fails_later(request: Any, body: dict[str, Any]) -> Any:
+                return await (good if len(server.received) == 1 else error_answer(507, error))(request, body)
+
+            server.answer = fails_later
+            async with p.post({**REQUEST[COMPLETIONS], "stream": stream}) as response:
+                content = await response.read()
+            if stream:
+                assert content.endswith(b"data: [DONE]\n\n")
+                assert json.loads(content.split(b"\n\n")[-3].removeprefix(b"data: ")) == error
+            else:
+                assert (response.status, json.loads(content)) == (507, error)
+            await until(lambda: p.decode[0].running == p.prefill[0].running == 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_leaves_between_two_parts_is_noticed_by_prefill() -> None:
+    async def scenario() -> None:
+        async with a_pair(FakeModel(TEXT, cuts=[4])) as p:
+            prefill = p.prefill[0]
+            good = prefill.answer
+
+            async def hangs_later(request: Any, body: dict[str, Any]) -> Any:
+                return await (good if len(prefill.received) == 1 else hang)(request, body)
+
+            prefill.answer = hangs_later
+            async with p.post({**REQUEST[COMPLETIONS], "stream": True}) as response:
+                await response.content.readuntil(b"\n\n")
+                await until(lambda: prefill.running == 1)
+                response.close()
+            await until(lambda: prefill.cancelled == 1)
+            assert len(p.decode[0].received) == 1
+
+    asyncio.run(scenario())
+
+
+EURO_BEHIND_X = FakeModel("x€").ids[:1]  # the token holds "x" and the first byte of "€"
+
+
+def no_ids(model: FakeModel, prefill: FakeVllmPrefill, decode: FakeVllmDecode) -> None:
+    good = decode.answer
+    decode.answer = lambda request, body: good(request, {**body, "return_token_ids": False})
+
+
+def another_prompt(model: FakeModel, prefill: FakeVllmPrefill, decode: FakeVllmDecode) -> None:
+    good = decode.answer
+
+    async def one_more(request: Any, body: dict[str, Any]) -> Any:
+        more = [model.ids[1]] if isinstance(body["prompt"], list) else ""
+        return await good(request, {**body, "prompt": body["prompt"] + more})
+
+    decode.answer = one_more
+
+
+def another_text(model: FakeModel, prefill: FakeVllmPrefill, decode: FakeVllmDecode) -> None:
+    """Decode's detokenizer goes on in the middle of a character, as Prefill's does not."""
+    of_prompt = model.texts
+    other = FakeModel(TEXT)
+    other.texts = lambda prompt, ids: of_prompt([], ids) if prompt[-1:] == EURO_BEHIND_X else of_prompt(prompt, ids)
+    other.ids, decode.model = model.ids, other
+
+
+def no_half_characters(model: FakeModel, prefill: FakeVllmPrefill, decode: FakeVllmDecode) -> None:
+    """Prefill's detokenizer goes on in the middle of a character."""
+    other = FakeModel(TEXT)
+    other.texts = lambda prompt, ids: ["a"]
+    other.ids, prefill.model = model.ids, other
+
+
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        ("no ids", "token ids that it was asked for"),
-        ("other prompt", "did not go on from the token ids"),
-        ("other text", "does not go on from the text"),
-        ("no half characters", "in the middle of a character"),
+        (no_ids, "token ids that it was asked for"),
+        (another_prompt, "did not go on from the token ids"),
+        (another_text, "does not go on from the text"),
+        (no_half_characters, "in the middle of a character"),
     ],
 )
 @streamed_or_not
-def test_a_server_that_can_t_go_on_is_an_error_not_a_wrong_answer(
-    broken: str, said: str, stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = FakeModel("x€", cuts=[1])
-    model_ids = model.ids
-    prefill, decode = FakeVllmPrefill(model), FakeVllmDecode(model)
-    good = decode.answer
-
-    async def bad(request: Any, body: dict[str, Any]) -> Any:
-        if broken == "no ids":
-            body = {**body, "return_token_ids": False}
-        if broken == "other prompt" and isinstance(body["prompt"], list):
-            body = {**body, "prompt": [*body["prompt"], *model_ids[1:2]]}
-        return await good(request, body)
-
-    decode.answer = bad
-    if broken in ("other text", "no half characters"):
-        texts = FakeModel.texts
-        on_prefill = broken == "no half characters"
-
-        def other(self: FakeModel, prompt: list[int], ids: list[int]) -> list[str]:
-            made = texts(self, prompt, ids)
-            is_prefill = ids == self.tokenizer.encode("a").ids
-            return ["?" + text for text in made] if prompt[-1:] == self.ids[:1] and is_prefill == on_prefill else made
-
-        monkeypatch.setattr(FakeModel, "texts", other)
-        if on_prefill:
-            monkeypatch.setattr(
-                FakeModel, "texts", lambda self, p, i: ["a"] if p[-1:] == self.ids[:1] else texts(self, p, i)
-            )
-
+def test_a_server_that_can_t_go_on_is_an_error_not_a_wrong_answer(broken: Any, said: str, stream: bool) -> None:
     async def scenario() -> None:
+        model = FakeModel("x€, x", cuts=[1])
+        assert model.ids[:1] == EURO_BEHIND_X
+        prefill, decode = FakeVllmPrefill(model), FakeVllmDecode(model)
+        broken(model, prefill, decode)
         async with pair([prefill], [decode]) as p, p.post({**REQUEST[COMPLETIONS], "stream": stream}) as response:
             content = (await response.read()).decode()
             assert response.status == (200 if stream else 502)

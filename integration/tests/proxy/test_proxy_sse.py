@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_integration.proxy.sse import event_data, event_error, split_events
@@ -22,6 +22,7 @@ def split(chunks: list[bytes]) -> list[bytes]:
     return asyncio.run(collect())
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.text("ab:é ", min_size=1, max_size=8).map(lambda t: b"data: " + t.encode()), max_size=6),
     st.sampled_from([b"\n\n", b"\r\n\r\n"]),

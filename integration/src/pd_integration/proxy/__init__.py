@@ -13,6 +13,24 @@ Prefill refused, aborted or never saw stays in one of Prefill's sender tasks (20
 until VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT (480 s) runs out: a handful of bad requests would stop all transfers. One
 after the other, no pull is ever sent for KV that does not exist, and Decode holds no blocks while Prefill queues.
 
+A request that Decode gives up
+------------------------------
+With `recompute_fallback: resend` Decode's scheduler ends a preempted request whose KV nobody kept with stop_reason
+"recomputed". The proxy sends its token ids, the client's prompt and all that was generated, to Prefill again and goes
+on at Decode; the client sees one answer with the tokens, text, logprobs, limits and counts of an unbroken one. Text is
+never tokenised again. What makes this exact, and what it asks of the servers:
+
+- Decode is always asked for token ids (`return_token_ids`), which the client gets only if it asked too.
+- vLLM 0.32's chat route takes token ids (`kv_transfer_params.prompt_token_ids`); one that does not is an error.
+- Where the boundary splits a character, Prefill's `/tokenize` and `/detokenize` tell what text is already out.
+- An answer that can't be joined exactly is not broken: Decode is told to recompute such a request itself
+  (`vllm_xargs: {"recompute_fallback": "local"}`). That holds for chat requests with tools or to a Decode with a
+  reasoning or tool parser (asked once, by two one-token chat requests), for logprobs of alternative tokens unless
+  `return_tokens_as_token_ids` is set, and for echoed prompts without `return_token_ids`.
+- All Decode servers run with the same options. Where a server limits the length of answers by itself (`max_new_tokens`
+  in a generation config), each part has that limit anew.
+- A request is sent again `max_resends` times (8); then it fails with status 503, or with an error event in a stream.
+
 What is left behind when something fails
 ----------------------------------------
 - Prefill fails, times out or its client leaves: its connection is closed, vLLM aborts it and frees its blocks. Decode

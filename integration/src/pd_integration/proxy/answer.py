@@ -131,8 +131,6 @@ class Answer:
             self._strip_ids(chunk)
             if (begins_again or recomputed) and not ids and not holder.get(key):
                 return None
-            if begins_again:
-                del holder["role"]
         return chunk
 
     def _one_head(self, chunk: Body) -> None:

@@ -67,13 +67,7 @@ async def token_name(token_id: int, before: Sequence[int], detokenize: Detokeniz
     if not (await detokenize([token_id])).endswith(INCOMPLETE):
         return None
     for count in range(1, min(len(before), CONTEXT) + 1):
-        context = before[-count:]
-        whole = await detokenize([*context, token_id])
-        if whole.endswith(INCOMPLETE):
-            continue
-        clean = len(context)
-        while clean and (await detokenize([context[clean - 1]])).endswith(INCOMPLETE):
-            clean -= 1
-        already = await detokenize(context[:clean]) if clean else ""
-        return whole.removeprefix(already)
+        whole = await detokenize([*before[-count:], token_id])
+        if not whole.endswith(INCOMPLETE):
+            return whole
     return ""

@@ -11,6 +11,7 @@ try:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.logger import init_logger
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, UniformTypeKVCacheSpecs
@@ -27,6 +28,7 @@ __all__ = [
     "FinishReason",
     "FullAttentionSpec",
     "KVCacheConfig",
+    "PauseState",
     "Request",
     "RequestStatus",
     "Scheduler",

@@ -15,6 +15,7 @@ from recompute_scheduler.activation import Activation, decide
 from recompute_scheduler.fallback import FALLBACK, STOP_REASON, Fallback, why_not_resend
 from recompute_scheduler.headroom import Headroom
 from recompute_scheduler.hook import HOOK, PreemptionHook, find_hooks
+from recompute_scheduler.standstill import is_at_standstill, resolve
 
 logger = init_logger("vllm.recompute_scheduler")
 
@@ -34,6 +35,7 @@ class RecomputePreemption:
         super().__init__(*args, **kwargs)
         self.recompute_counters: Counter[str] = Counter()
         self._inside_schedule = False
+        self._standstill = False
         self._hooks: list[PreemptionHook] = []
         self._to_resend: list[Request] = []
         self._resent: list[Request] = []
@@ -52,6 +54,8 @@ class RecomputePreemption:
         self._headroom = Headroom(self.kv_cache_config, manager.watermark_blocks)  # type: ignore[attr-defined]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        if self._standstill:
+            self._resolve_standstill()
         if self._hooks:
             self.kv_cache_manager.watermark_blocks = self._blocks_to_keep_free()  # type: ignore[attr-defined]
         self._inside_schedule = True
@@ -61,7 +65,17 @@ class RecomputePreemption:
             self._inside_schedule = False
         if self._to_resend:
             self._end_for_resend()
+        self._standstill = not scheduled.num_scheduled_tokens and is_at_standstill(self)  # type: ignore[arg-type]
         return scheduled
+
+    def _resolve_standstill(self) -> None:
+        request = resolve(self)  # type: ignore[arg-type]
+        if request is not None:
+            logger.warning(
+                "Loaded requests hold the whole KV cache and none can go on: request %s gives its blocks up and is "
+                "recomputed",
+                request.request_id,
+            )
 
     def _blocks_to_keep_free(self) -> int:
         if self.finished_recving_kv_req_ids:  # type: ignore[attr-defined]

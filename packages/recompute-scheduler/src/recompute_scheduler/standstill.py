@@ -1,0 +1,61 @@
+"""Requests whose loads have come and that hold each other up.
+
+A load behind the step takes its blocks before its request can run. vLLM lets a load in only when the loads before it
+keep room to go on, but its estimate falls short for windows, and a request whose load has failed gives its blocks back
+only once it is at the head of the queue. Then each waits for the blocks of another, nothing runs, and nothing ever will.
+"""
+
+from recompute_scheduler._vllm import PauseState, Request, RequestStatus, Scheduler
+
+
+def is_at_standstill(scheduler: Scheduler) -> bool:
+    """Whether a step that has scheduled nothing will be followed by such steps only: no event can free a block."""
+    holding = _holding(scheduler)
+    return (
+        bool(holding)
+        and not scheduler.running
+        and not scheduler.deferred_frees
+        and scheduler.pause_state == PauseState.UNPAUSED
+        and all(_has_arrived(scheduler, request) for request in holding)
+        # Neither a step nor the load of an aborted request is under way.
+        and not any(r.is_finished() or r.num_in_flight_tokens for r in scheduler.requests.values())
+    )
+
+
+def resolve(scheduler: Scheduler) -> Request | None:
+    """Let the queue move again. Return the request that gave up its blocks and must be computed again, if need be."""
+    holding = _holding(scheduler)
+    # The load of these has failed: they hold nothing, and do not belong in front of those that do.
+    without_blocks = [r for r in holding if r.num_computed_tokens == 0 and _is_ready(r)]
+    if without_blocks:
+        for request in reversed(without_blocks):
+            _requeue(scheduler, request)
+        return None
+    last = holding[-1]
+    if not _is_ready(last):
+        scheduler._handle_blocked_waiting_request(last)
+    scheduler.kv_cache_manager.free(last)
+    scheduler._inflight_prefills.discard(last)
+    last.num_computed_tokens = 0
+    _requeue(scheduler, last)
+    return last
+
+
+def _holding(scheduler: Scheduler) -> list[Request]:
+    """The requests in vLLM's queue of those that hold blocks, first come first."""
+    paused = RequestStatus.WAITING_FOR_STREAMING_REQ
+    return [request for request in scheduler.kv_holding_waiting if request.status is not paused]
+
+
+def _is_ready(request: Request) -> bool:
+    return request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+def _has_arrived(scheduler: Scheduler, request: Request) -> bool:
+    return _is_ready(request) or request.request_id in scheduler.finished_recving_kv_req_ids
+
+
+def _requeue(scheduler: Scheduler, request: Request) -> None:
+    scheduler.kv_holding_waiting.remove_requests([request])
+    scheduler.deferred_waiting.discard(request)
+    scheduler.waiting.prepend_request(request)

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from offload_connector import __version__
 from offload_connector.cli import check, plan
 
-OK, FINDINGS, USAGE = 0, 1, 2
+USAGE = 2
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0 ok, 1 findings, 2 wrong usage."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line; each command puts its function into `run`."""
     parser = argparse.ArgumentParser(
         prog="offload-connector",
         description="Tools for RecomputeCPUOffloadConnector: the KV cache of preempted requests, kept on the host.",
@@ -26,7 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     plan.add_parser(commands)
     check.add_parser(commands)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 0 ok, 1 findings, 2 wrong usage."""
+    args = make_parser().parse_args(argv)
     try:
         return args.run(args)
     except ValueError as error:

@@ -23,8 +23,16 @@ from pd_integration.sim.tokens import Text
 class Clients:
     """Adds requests, hangs up, resets; and holds every token against what the request must say."""
 
-    def __init__(self, scenario: Scenario, scheduler: Scheduler, model: Model, features: Counter[str],
-                 manager: OffloadManager, block_hasher: Any, random: Random) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        scheduler: Scheduler,
+        model: Model,
+        features: Counter[str],
+        manager: OffloadManager,
+        block_hasher: Any,
+        random: Random,
+    ) -> None:
         self.step = 0
         self._scenario = scenario
         self._scheduler = scheduler
@@ -59,10 +67,22 @@ class Clients:
         request_id = f"r{client.index}"
         text = Text(request_id, client.prompt, self._scenario.max_model_len + 16)
         stop = [] if client.stop_at is None else [text.tokens[len(client.prompt) + client.stop_at]]
-        params = SamplingParams(temperature=0.0, max_tokens=client.max_tokens, ignore_eos=True, stop_token_ids=stop,
-                                extra_args={"kv_transfer_params": dict(REMOTE)} if client.remote else None)
-        request = Request(request_id, list(client.prompt), params, None, block_hasher=self._block_hasher,
-                          priority=client.priority, arrival_time=float(client.index))
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=client.max_tokens,
+            ignore_eos=True,
+            stop_token_ids=stop,
+            extra_args={"kv_transfer_params": dict(REMOTE)} if client.remote else None,
+        )
+        request = Request(
+            request_id,
+            list(client.prompt),
+            params,
+            None,
+            block_hasher=self._block_hasher,
+            priority=client.priority,
+            arrival_time=float(client.index),
+        )
         self._model.texts[request_id] = text
         self._here[request_id] = client
         self._received[request_id] = []
@@ -133,7 +153,9 @@ class Clients:
             self._features["ended by length"] += 1
             room = self._scenario.max_model_len - len(client.prompt)
             if len(received) != min(client.max_tokens, room):
-                raise Violation("wrong length", f"{request_id} ends after {len(received)} of {client.max_tokens} tokens")
+                raise Violation(
+                    "wrong length", f"{request_id} ends after {len(received)} of {client.max_tokens} tokens"
+                )
         elif reason == FinishReason.STOP:
             self._features["ended by a stop token"] += 1
         elif reason == FinishReason.ERROR:

@@ -113,7 +113,12 @@ def kv_cache_config(scenario: Scenario, layers: Layers) -> KVCacheConfig:
 
 
 def _spec(group: KVGroup, scenario: Scenario) -> KVCacheSpec:
-    attention: dict[str, Any] = {"block_size": group.block_size, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    attention: dict[str, Any] = {
+        "block_size": group.block_size,
+        "num_kv_heads": 1,
+        "head_size": 8,
+        "dtype": torch.float32,
+    }
     if group.kind is GroupKind.FULL:
         return FullAttentionSpec(**attention)
     if group.kind is GroupKind.SLIDING_WINDOW:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from prometheus_client import Counter as PrometheusCounter
 from vllm.v1.request import Request
 
@@ -62,6 +63,7 @@ REQUIRED = (
     "remote load",
     "remote load failed",
     "remote load into blocks just stored",
+    "schedule compared with vLLM's own",
 )
 
 
@@ -110,7 +112,6 @@ class ManagerWatch:
         self._features = features
         self._restored: set[str] = set()
         self._victims = 0
-        self._shared = 0
         keep, query, allocated = manager.keep, manager.restorable_tokens, manager.allocated
 
         def watched_keep(request: Request, block_ids: Sequence[Sequence[int]], num_computed_tokens: int) -> bool:
@@ -141,11 +142,11 @@ class ManagerWatch:
         self._victims += 1
         num_tokens = min(num_computed_tokens, request.num_tokens)
         self._features["saved with a partial block" if num_tokens % BLOCK else "saved whole blocks"] += 1
+        blocks = sum(np.count_nonzero(table) for table in self._manager._saved.host_tables(request.request_id))
+        self._features["host blocks shared"] += blocks > len(self._manager._plans["store"].pairs[-1])
         self._features["saved again"] += request.request_id in self._restored
 
     def note_step(self) -> None:
         """A step has been scheduled."""
         self._features["several victims in a step"] += self._victims > 1
         self._victims = 0
-        pool = self._manager._pool
-        self._features["host blocks shared"] += pool is not None and bool((pool.refs > 2).any())

@@ -53,9 +53,7 @@ class Forward:
                     states.append((row, access))
         reads = [a.reads for a in attention] + [access.reads for _, access in states]
         writes = [a.writes for a in attention] + [access.writes for _, access in states]
-        self._memory.compute_access(
-            self._order, frozenset().union(*reads), frozenset().union(*writes), self._what
-        )
+        self._memory.compute_access(self._order, frozenset().union(*reads), frozenset().union(*writes), self._what)
         poisoned: set[str] = set()
         # A state is read before it is written in place; attention sees what this step writes for other requests.
         for row, access in states:

@@ -66,15 +66,30 @@ class RankMemory:
 
     # Content
 
-    def write(self, epoch: int, group: int, slots: Iterable[int], rows: Int64Array, columns: Int64Array | slice,
-              digests: Int64Array | int) -> None:
+    def write(
+        self,
+        epoch: int,
+        group: int,
+        slots: Iterable[int],
+        rows: Int64Array,
+        columns: Int64Array | slice,
+        digests: Int64Array | int,
+    ) -> None:
         """Write digests (raw when they are POISON or 0) at [row, column] of the given slots."""
         for slot in slots:
             value = digests if isinstance(digests, int) else digests ^ self._flavour(epoch, group, slot)
             self._slots[slot][rows, columns] = value
 
-    def read(self, epoch: int, group: int, slot: int, rows: Int64Array, columns: Int64Array | slice,
-             expected: Int64Array, what: str) -> bool:
+    def read(
+        self,
+        epoch: int,
+        group: int,
+        slot: int,
+        rows: Int64Array,
+        columns: Int64Array | slice,
+        expected: Int64Array,
+        what: str,
+    ) -> bool:
         """Check what the model reads; False when it is the remains of a failed load."""
         found = self._slots[slot][rows, columns]
         wrong = np.flatnonzero(found != expected ^ self._flavour(epoch, group, slot))
@@ -87,8 +102,11 @@ class RankMemory:
             raise Violation("stale KV", f"rank {self.rank}: {what} reads KV of the model before its last change")
         at = wrong[0]
         block = rows[at] if isinstance(rows, np.ndarray) and rows.ndim and len(rows) > 1 else rows
-        raise Violation("wrong KV", f"rank {self.rank}: {what} reads wrong bytes at index {at} (block {block}, "
-                        f"{wrong.size} of {found.size} positions wrong)")
+        raise Violation(
+            "wrong KV",
+            f"rank {self.rank}: {what} reads wrong bytes at index {at} (block {block}, "
+            f"{wrong.size} of {found.size} positions wrong)",
+        )
 
     def move(self, slot: int, source: tuple[Int64Array, Int64Array], target: tuple[Int64Array, Int64Array]) -> None:
         """Copy within the device what lies at (rows, columns), as the model's own kernels do."""
@@ -112,12 +130,17 @@ class RankMemory:
         for other in self._copies:
             shared = copy.host_blocks & other.host_blocks
             if shared and (copy.is_store or other.is_store):
-                raise Violation("host block race", f"rank {self.rank}: {_name(copy)} of host blocks {sorted(shared)} "
-                                f"begins while {_name(other)} of them has not ended")
+                raise Violation(
+                    "host block race",
+                    f"rank {self.rank}: {_name(copy)} of host blocks {sorted(shared)} "
+                    f"begins while {_name(other)} of them has not ended",
+                )
         for write in self._outside:
             if shared := copy.device_blocks & write.blocks:
-                raise Violation("device block race", f"rank {self.rank}: {_name(copy)} of blocks {sorted(shared)}, "
-                                "which another machine is writing")
+                raise Violation(
+                    "device block race",
+                    f"rank {self.rank}: {_name(copy)} of blocks {sorted(shared)}, which another machine is writing",
+                )
         self._copies.append(copy)
         if copy.is_store:
             self._last_store = copy.device_blocks
@@ -130,8 +153,11 @@ class RankMemory:
             both_stores = copy.is_store and other.is_store
             if other is copy or not shared or both_stores or (other.order > copy.order and not other.started):
                 continue
-            raise Violation("device block race", f"rank {self.rank}: {_name(copy)} of blocks {sorted(shared)} runs "
-                            f"while {_name(other)} of them has not ended")
+            raise Violation(
+                "device block race",
+                f"rank {self.rank}: {_name(copy)} of blocks {sorted(shared)} runs "
+                f"while {_name(other)} of them has not ended",
+            )
 
     def end_copy(self, copy: BlockCopy) -> None:
         self._copies.remove(copy)
@@ -141,8 +167,11 @@ class RankMemory:
         write = OutsideWrite(frozenset(blocks))
         for copy in self._copies:
             if shared := copy.device_blocks & write.blocks:
-                raise Violation("outside write race", f"rank {self.rank}: another machine writes blocks "
-                                f"{sorted(shared)} while {_name(copy)} of them has not ended")
+                raise Violation(
+                    "outside write race",
+                    f"rank {self.rank}: another machine writes blocks "
+                    f"{sorted(shared)} while {_name(copy)} of them has not ended",
+                )
         self.outside_after_store += bool(write.blocks & self._last_store)
         self._outside.append(write)
         return write
@@ -157,20 +186,26 @@ class RankMemory:
             if copy.started is False and order < copy.order:
                 continue  # the copy still waits for what was submitted before it
             if shared := touched & copy.device_blocks:
-                raise Violation("device block race", f"rank {self.rank}: {what} touches blocks {sorted(shared)} while "
-                                f"{_name(copy)} of them has not ended")
+                raise Violation(
+                    "device block race",
+                    f"rank {self.rank}: {what} touches blocks {sorted(shared)} while "
+                    f"{_name(copy)} of them has not ended",
+                )
         for write in self._outside:
             if shared := (reads | writes) & write.blocks:
-                raise Violation("device block race", f"rank {self.rank}: {what} touches blocks {sorted(shared)}, "
-                                "which another machine is writing")
+                raise Violation(
+                    "device block race",
+                    f"rank {self.rank}: {what} touches blocks {sorted(shared)}, which another machine is writing",
+                )
 
     @property
     def busy(self) -> bool:
         return bool(self._copies or self._outside)
 
 
-def rows_and_columns(table: Sequence[int] | Int64Array, start: int, end: int, block_size: int
-                     ) -> tuple[Int64Array, Int64Array]:
+def rows_and_columns(
+    table: Sequence[int] | Int64Array, start: int, end: int, block_size: int
+) -> tuple[Int64Array, Int64Array]:
     """Where positions start..end of a block table lie: block ids and offsets."""
     positions = np.arange(start, end)
     return np.asarray(table, np.int64)[positions // block_size], positions % block_size

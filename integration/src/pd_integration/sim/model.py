@@ -100,7 +100,11 @@ class Model:
         plan = StepPlan(self.steps, scheduled, self.epoch)
         if self._recurrent is not None:
             preempted = scheduled.preempted_req_ids or set()
-            for request_id in (*scheduled.finished_req_ids, *preempted, *scheduled.scheduled_cached_reqs.resumed_req_ids):
+            for request_id in (
+                *scheduled.finished_req_ids,
+                *preempted,
+                *scheduled.scheduled_cached_reqs.resumed_req_ids,
+            ):
                 self._recurrent.forget(request_id)
         for request_id in scheduled.finished_req_ids:
             self._states.pop(request_id, None)

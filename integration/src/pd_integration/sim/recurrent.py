@@ -63,10 +63,12 @@ class StateTracker:
 class StateAccess:
     """A state move on one rank: even layers keep one state a block, odd ones a window in the first slot's block."""
 
-    def __init__(self, memory: RankMemory, epoch: int, group: int, table: list[int], text: Text, move: StateMove) -> None:
+    def __init__(
+        self, memory: RankMemory, epoch: int, group: int, table: list[int], text: Text, move: StateMove
+    ) -> None:
         self._memory, self._epoch, self._group, self._table = memory, epoch, group, table
         self._text, self._move = text, move
-        self.reads = frozenset() if move.source is None else frozenset(table[move.source[0]:][: move.source[1] + 1])
+        self.reads = frozenset() if move.source is None else frozenset(table[move.source[0] :][: move.source[1] + 1])
         slots = table[move.current : move.current + move.drafts + 1]
         self.writes = frozenset([*slots, *([] if move.final is None else [table[move.final[1]]])])
 

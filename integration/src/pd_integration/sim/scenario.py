@@ -72,7 +72,6 @@ class Scenario:
     num_drafts: int
     lookahead: int
     sibling: str
-    remote_first: bool
     fail_stores: float
     fail_loads: float
     fail_remote: float
@@ -144,9 +143,8 @@ def generate(seed: int, steps: int) -> Scenario:
         num_drafts=num_drafts,
         lookahead=lookahead,
         sibling=sibling,
-        remote_first=random.random() < 0.5,
         fail_stores=pick((0.0, 0.1, 0.3)) if failing else 0.0,
-        fail_loads=pick((0.0, 0.1, 0.3)) if failing else 0.0,
+        fail_loads=pick((0.0, 0.2, 0.5)) if failing else 0.0,
         fail_remote=pick((0.0, 0.2)) if failing else 0.0,
         failure_policy=pick(("recompute", "recompute", "fail")),
         store_seconds=pick((0.001, 0.02, 0.2)),

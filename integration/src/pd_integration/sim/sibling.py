@@ -144,7 +144,10 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
         blocks = {int(block) for _, rows, _, _ in parts for block in rows}
         write = memory.begin_outside_write(blocks)
         failed = self._outside.fails()
-        epoch, seconds = self._outside.epoch(), self._outside.seconds * self._outside.random.choice((0.1, 0.5, 1.0, 3.0))
+        epoch, seconds = (
+            self._outside.epoch(),
+            self._outside.seconds * self._outside.random.choice((0.1, 0.5, 1.0, 3.0)),
+        )
         targets = self._outside.layers.total
 
         def deliver(some: list[tuple[int, Any, Any, Any]]) -> None:

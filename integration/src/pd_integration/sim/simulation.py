@@ -78,8 +78,15 @@ class Simulation:
         )
         self.ranks = [self._make_rank(r, config, cache) for r in range(scenario.ranks)]
         self.connector = _ours(self.scheduler.connector)
-        self.clients = Clients(scenario, self.scheduler, self.model, self.features, self.connector.manager,
-                               get_request_block_hasher(hash_block_size, block_hash), self._random("clients"))
+        self.clients = Clients(
+            scenario,
+            self.scheduler,
+            self.model,
+            self.features,
+            self.connector.manager,
+            get_request_block_hasher(hash_block_size, block_hash),
+            self._random("clients"),
+        )
         self._aggregator = KVOutputAggregator.from_connector(self.ranks[0].connector, scenario.ranks)
         self._watch = ManagerWatch(self.connector.manager, self.features)
         note_scenario(self.features, scenario, scenario.least_blocks)
@@ -237,7 +244,9 @@ class Simulation:
         self.clients.check_served()
         pool = self.scheduler.kv_cache_manager.block_pool
         if pool.get_num_free_blocks() != self.scenario.num_blocks - 1:
-            raise Violation("device blocks leaked", f"{pool.get_num_free_blocks()} of {self.scenario.num_blocks - 1} free")
+            raise Violation(
+                "device blocks leaked", f"{pool.get_num_free_blocks()} of {self.scenario.num_blocks - 1} free"
+            )
         manager = self.connector.manager
         if manager.has_pending_jobs():
             raise Violation("jobs left", "no request is left, but some job is open")

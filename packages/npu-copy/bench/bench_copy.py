@@ -35,6 +35,7 @@ from npu_copy.plan import Planner
 GIB = 1 << 30
 # A sample shorter than this is repeated: the clock and the wake-up of threads would drown it.
 MIN_SAMPLE_S = 0.01
+COLD_BYTES = 512 << 20
 
 
 # Written, not zeros: pages never written are all the same one page, and reading them costs nothing.
@@ -162,28 +163,40 @@ def bench_shape(name: str, args: argparse.Namespace, team: Team) -> list[dict]:
     for count in sorted({min(16, most - 1), min(256, most - 1), most - 1}):
         for order in ("contiguous", "random"):
             pick = rng.permutation if order == "random" else np.asarray
-            pairs = np.stack([pick(np.arange(1, most))[:count] for _ in range(2)], axis=1)
+            ids = np.stack([pick(np.arange(1, most)) for _ in range(2)], axis=1)
+            # A job's blocks are not in the cache: go through several sets of them.
+            sets = max(1, min(len(ids) // count, COLD_BYTES // (count * block_bytes)))
+            pairs = [ids[i * count : (i + 1) * count] for i in range(sets)]
             row = {"shape": name, "piece_bytes": min(r.block_bytes for r in regions), "regions": len(regions)}
-            row |= {"blocks": count, "ids": order, "bytes": count * block_bytes}
+            row |= {"blocks": count, "ids": order, "bytes": count * block_bytes, "sets": sets}
             for direction in Direction:
-                store = direction is Direction.STORE
-                jobs = iter(range(1 << 62))
+                turn = itertools.count()
 
-                def copy(pairs=pairs, direction=direction, jobs=jobs) -> None:
-                    job = next(jobs)
-                    engine.submit(job, pairs, direction, block_compute=True)
+                def copy(direction=direction, turn=turn, pairs=pairs) -> None:
+                    job = next(turn)
+                    engine.submit(job, pairs[job % len(pairs)], direction, block_compute=True)
                     engine.wait(job, 60)
                     (result,) = engine.poll()
                     assert result.error is None
 
-                def loop(pairs=pairs, direction=direction, mirror=mirror) -> None:
-                    per_layer_loop(kv, mirror, pairs, direction)
+                def loop(direction=direction, turn=turn, pairs=pairs, mirror=mirror) -> None:
+                    per_layer_loop(kv, mirror, pairs[next(turn) % len(pairs)], direction)
                     synchronize(args.device)
 
-                whole = [(pool.block_view(i)[:count], r.block_view()[:count]) for i, r in enumerate(regions)]
-                ends = whole if store else [(device, host) for host, device in whole]
-                on_cpu = args.device == "cpu"
-                plain = large_memcpy(ends, team) if on_cpu else functools.partial(large_copy, ends, args.device)
+                plain_copies = []
+                for i in range(sets):
+                    blocks = slice(i * count, (i + 1) * count)
+                    ends = [(pool.block_view(j)[blocks], r.block_view()[blocks]) for j, r in enumerate(regions)]
+                    if direction is Direction.LOAD:
+                        ends = [(device, host) for host, device in ends]
+                    on_cpu = args.device == "cpu"
+                    plain_copies.append(
+                        large_memcpy(ends, team) if on_cpu else functools.partial(large_copy, ends, args.device)
+                    )
+
+                def plain(turn=turn, plain_copies=plain_copies) -> None:
+                    plain_copies[next(turn) % len(plain_copies)]()
+
                 arms = {"memcpy": plain, "engine": copy, "loop": loop}
                 loop_rounds = min(args.rounds, 5 if row["bytes"] < GIB // 2 else 3)
                 times = measure(arms, args.rounds, loop_rounds)
@@ -204,7 +217,7 @@ def bench_shape(name: str, args: argparse.Namespace, team: Team) -> list[dict]:
             )
             rows.append(row)
     engine.close()
-    del mirror, loop, plain, arms, whole, ends  # views of the pool
+    del mirror, loop, plain, plain_copies, arms, ends  # views of the pool
     pool.close()
     return rows
 

@@ -15,11 +15,11 @@ from npu_copy._threads import Team
 logger = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("_blockcopy.so")
-_ABI = 2
+_ABI = 3
 
 # Copies every run in every region, shared out in slices of so many (region, run) items over a team's threads:
-# (regions uint64 [r, 5], runs int64 [n, 3], items a slice, team, streaming). The columns are those of _blockcopy.c.
-BlockCopy = Callable[[np.ndarray, np.ndarray, int, Team, bool], None]
+# (regions uint64 [r, 5], runs int64 [n, 3], items a slice, team). The columns are those of _blockcopy.c.
+BlockCopy = Callable[[np.ndarray, np.ndarray, int, Team], None]
 
 
 @functools.cache
@@ -45,20 +45,20 @@ def load_block_copy(library: Path = LIBRARY) -> tuple[BlockCopy, str]:
 def _native(helper: ctypes.CDLL) -> BlockCopy:
     # CDLL calls release the GIL, so several threads copy at once and the engine's own thread goes on.
     function = helper.blockcopy
-    function.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_size_t] * 3, ctypes.c_void_p, ctypes.c_int]
+    function.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_size_t] * 3, ctypes.c_void_p]
     function.restype = None
 
-    def native_blocks(regions: np.ndarray, runs: np.ndarray, per_slice: int, team: Team, streaming: bool) -> None:
+    def native_blocks(regions: np.ndarray, runs: np.ndarray, per_slice: int, team: Team) -> None:
         items = len(regions) * len(runs)
         next_item = ctypes.c_size_t(0)
         tables = regions.ctypes.data, runs.ctypes.data, len(runs), items, per_slice, ctypes.addressof(next_item)
         # One call a thread: taking the GIL for every slice would wait for whatever Python code holds it.
-        team.run(min(team.num_threads, -(-items // per_slice)), lambda _: function(*tables, streaming))
+        team.run(min(team.num_threads, -(-items // per_slice)), lambda _: function(*tables))
 
     return native_blocks
 
 
-def memmove_blocks(regions: np.ndarray, runs: np.ndarray, per_slice: int, team: Team, streaming: bool) -> None:
+def memmove_blocks(regions: np.ndarray, runs: np.ndarray, per_slice: int, team: Team) -> None:
     """One ``ctypes.memmove`` a piece: correct everywhere, near memory speed from about 256 KiB a piece."""
     items = len(regions) * len(runs)
 

@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 # a slice is lost in the copy.
 _SLICE_BYTES = (256 << 10, 4 << 20)
 _SLICES_A_THREAD = 4
-# From this many bytes a job cannot stay in the cache anyway, and stores that bypass it are faster.
-_STREAMING_BYTES = 8 << 20
 # A copy of host memory that takes longer than this is stuck.
 _SYNC_TIMEOUT_S = 600.0
 
@@ -102,4 +100,4 @@ class CpuBackend:
         runs = split_runs(plan.runs, max(1, slice_bytes // largest))
         items = len(plan.regions) * len(runs)
         per_slice = max(1, items * slice_bytes // plan.nbytes)
-        self._copy(plan.regions, runs, per_slice, self._team, plan.nbytes >= _STREAMING_BYTES)
+        self._copy(plan.regions, runs, per_slice, self._team)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,12 +24,12 @@ class Sizes:
     max_num_seqs: int = 16
     ample_blocks: int = 1200
     """KV cache of the plain server and of Prefill: never full."""
-    decode_blocks: int = 230
+    decode_blocks: int = 260
     """Decode's KV cache: about half of what its running requests come to need."""
     decode_budget: int = 16
     """Decode's max_num_batched_tokens: max_num_seqs, no speculative tokens."""
-    host_bytes: int = 1 << 28
-    """cpu_bytes_to_use_per_rank of the connector."""
+    host_bytes: int = 80 << 20
+    """cpu_bytes_to_use_per_rank of the connector: room for every running request at its longest."""
 
 
 @dataclass(frozen=True)
@@ -163,12 +163,8 @@ class Pair:
 
 
 @contextlib.contextmanager
-def deployment(
-    model: Path, run_dir: Path, sizes: Sizes, beside: Callable[[], None] = lambda: None
-) -> Iterator[Deployment]:
-    """Start the Prefill server, run ``beside`` while it starts, and stop it when the block ends."""
+def deployment(model: Path, run_dir: Path, sizes: Sizes) -> Iterator[Deployment]:
+    """Start the Prefill server (wait for its health yourself) and stop it when the block ends."""
     bootstrap_port = free_ports(1)[0]
     with prefill_server(model, run_dir, sizes, bootstrap_port) as prefill:
-        beside()
-        prefill.wait_healthy()
         yield Deployment(model, sizes, prefill, bootstrap_port)

@@ -97,6 +97,9 @@ def write_model(directory: Path, name: str = "llama", seed: int = 0) -> Path:
     """
     if name not in FAMILIES:
         raise ValueError(f"unknown model family {name!r}: choose one of {', '.join(sorted(FAMILIES))}")
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     directory.mkdir(parents=True, exist_ok=True)
     FAMILIES[name](seed).save_pretrained(directory)
     write_tokenizer(directory)

@@ -1,7 +1,7 @@
 """Server processes: start, wait until healthy, show the log of one that died, always stop.
 
-A `Server` is a context manager. Each runs in a process group of its own, so that stopping it reaches the engine core and
-worker processes that vLLM starts, and each gets a SIGTERM from the kernel should this process be killed.
+A `Server` is a context manager. Each runs in a process group of its own, so that stopping it reaches the engine core
+and worker processes that vLLM starts, and each gets a SIGTERM from the kernel should this process be killed.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                # Not a session of its own: Linux schedules sessions against each other (sched_autogroup), and a server
+                # that polls, as Mooncake's sender does, then starves the threads that serve its transfer for seconds.
+                process_group=0,
             )
 
     def check_alive(self) -> None:

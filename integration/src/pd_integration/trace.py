@@ -8,9 +8,9 @@ from pathlib import Path
 
 from pd_integration.step_trace import GONE
 
-WAITING, RUNNING, RECOMPUTING = "waiting for Prefill", "running", "recomputing"
+WAITING, QUEUED, RUNNING, RECOMPUTING = "waiting for Prefill", "queued at Decode", "running", "recomputing"
 PREEMPTED, ON_HOST, LOADING = "preempted", "KV on host", "loading"
-LANE_KINDS = (WAITING, RUNNING, RECOMPUTING, PREEMPTED, ON_HOST, LOADING)
+LANE_KINDS = (WAITING, QUEUED, RUNNING, RECOMPUTING, PREEMPTED, ON_HOST, LOADING)
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,10 @@ class _Builder:
         elif (status := step.status.get(self.req_id)) is not None:
             if status == GONE:
                 self._enter(GONE, step.t)
-            elif self.open is not None and status == "WAITING_FOR_REMOTE_KVS":
-                self._enter(LOADING, step.t)
+            elif status == "WAITING":
+                self._enter(QUEUED, step.t)
+            elif status == "WAITING_FOR_REMOTE_KVS":
+                self._enter(WAITING if self.open is None else LOADING, step.t)
 
     def _computed(self, step: Step) -> None:
         start, count, drafts = step.tokens[self.req_id]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import time
@@ -12,7 +13,8 @@ from dataclasses import dataclass, field
 import aiohttp
 
 STALL_TIMEOUT_S = 60.0
-_WORDS = "the cache of a request that waits is kept on the host until its blocks are free again".split()
+SAME_ARRIVAL_S = 0.001
+_TEXT = "the cache of a request that waits is kept on the host until its turn comes "
 
 
 class WorkloadError(RuntimeError):
@@ -30,17 +32,31 @@ class Request:
 
 @dataclass
 class Result:
-    """What came back: token ids, and for each streamed event that carried tokens its time (seconds since the epoch)."""
+    """What came back: token ids, and for each streamed event with tokens its time (since the epoch) and token count."""
 
     request: Request
     start: float = 0.0
     token_ids: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
 
     @property
-    def gaps(self) -> list[float]:
-        """Inter-token latencies in seconds: the times between events that carried tokens."""
-        return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
+    def latencies(self) -> list[float]:
+        """Inter-token latency of each token after the first arrival, in seconds.
+
+        Tokens that come within `SAME_ARRIVAL_S` are one arrival (a busy server sends several events at a time): they
+        share the time since the arrival before.
+        """
+        arrivals: list[list[float]] = []  # [time, tokens]
+        for t, count in zip(self.times, self.counts, strict=True):
+            if arrivals and t - arrivals[-1][0] < SAME_ARRIVAL_S:
+                arrivals[-1][1] += count
+            else:
+                arrivals.append([t, count])
+        latencies = []
+        for (before, _), (t, count) in itertools.pairwise(arrivals):
+            latencies += [(t - before) / count] * int(count)
+        return latencies
 
 
 def make_requests(count: int, prompt_tokens: int, max_tokens: int, seed: int = 0) -> list[Request]:
@@ -51,7 +67,7 @@ def make_requests(count: int, prompt_tokens: int, max_tokens: int, seed: int = 0
         length = prompt_tokens + rng.randrange(-prompt_tokens // 8, prompt_tokens // 8 + 1)
         text = f"Request {number}: "
         while len(text) < length:
-            text += rng.choice(_WORDS) + " "
+            text += rng.choice(_TEXT.split()) + " "
         requests.append(Request(f"r{number:03d}", text[:length], max_tokens))
     return requests
 
@@ -133,13 +149,12 @@ async def _complete(
                 if new:
                     result.token_ids += new
                     result.times.append(time.time())
+                    result.counts.append(len(new))
                     on_tokens(len(new))
     except aiohttp.ClientError as error:
         raise WorkloadError(f"{request.id}: {type(error).__name__}: {error}") from error
     if len(result.token_ids) != request.max_tokens:
-        raise WorkloadError(
-            f"{request.id}: {len(result.token_ids)} tokens came back, {request.max_tokens} were asked for"
-        )
+        raise WorkloadError(f"{request.id}: {len(result.token_ids)} tokens came back, not {request.max_tokens}")
     return result
 
 

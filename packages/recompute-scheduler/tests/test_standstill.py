@@ -104,3 +104,16 @@ def test_nothing_is_given_up_while_a_load_is_under_way(stuck):
     assert [len(ids) for (ids,) in tables] == [5, 5]
     engine.run(max_steps=60)
     assert all(len(tokens) == 12 for tokens in engine.outputs.values())
+
+
+def test_a_step_that_preempts_is_no_standstill(stuck):
+    """vLLM lets nobody in during such a step; in the next one the loaded request can run."""
+    engine = stuck()
+    connector = engine.scheduler.connector
+    connector.asked.add("a")
+    engine.add("a", range(BLOCK_SIZE * 5 - 3), 12)
+    engine.add("b", range(LOADED + 1), 12)
+    engine.run(max_steps=60)
+    first = next(tokens["b"] for tokens in engine.trace if "b" in tokens)
+    assert any(request_ids == {} for request_ids in engine.trace)
+    assert first == 1

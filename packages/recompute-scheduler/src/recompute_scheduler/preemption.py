@@ -65,7 +65,9 @@ class RecomputePreemption:
             self._inside_schedule = False
         if self._to_resend:
             self._end_for_resend()
-        self._standstill = not scheduled.num_scheduled_tokens and is_at_standstill(self)  # type: ignore[arg-type]
+        # A step that preempts lets nobody in, whoever could run.
+        empty = not scheduled.num_scheduled_tokens and not scheduled.preempted_req_ids
+        self._standstill = empty and is_at_standstill(self)  # type: ignore[arg-type]
         return scheduled
 
     def _resolve_standstill(self) -> None:

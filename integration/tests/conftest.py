@@ -1,0 +1,26 @@
+"""Command-line options of the suite, here so that `pytest integration --platform ...` knows them."""
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("prefill/decode suite")
+    add = group.addoption
+    add(
+        "--platform",
+        choices=("local", "docker", "a3"),
+        default="local",
+        help="where the servers run: started here as process groups (default), in docker/cpu, or on an A3 host",
+    )
+    add("--proxy-url", help="the proxy, for --platform docker and a3")
+    add("--prefill-url", help="the Prefill server; asked alone, it gives the reference outputs")
+    add("--decode-url", help="the Decode server; its /metrics are read")
+    add("--model-name", default="tiny", help="--served-model-name of the servers (default %(default)s)")
+    add("--decode-trace", type=Path, help="the step trace that Decode writes, where it can be read from here")
+    add("--compose-project", help="docker: compose project of the containers; lets the fault tests stop and cut them")
+    add("--time-out", type=float, default=90, help="the proxy's --first-byte-timeout in seconds (default %(default)s)")
+    add("--requests", type=int, default=16, help="requests sent at once (default %(default)s)")
+    add("--prompt-tokens", type=int, default=400, help="length of a prompt (default %(default)s)")
+    add("--output-tokens", type=int, default=240, help="tokens that each request asks for (default %(default)s)")

@@ -78,9 +78,7 @@ def _report(scenario: Scenario, outcome: Outcome, options: argparse.Namespace) -
     small = scenario
     if not options.no_shrink:
         print("looking for a smaller run that fails alike ...", flush=True)
-        small = shrink(
-            scenario, options.steps, outcome.kind, SHRINK_SECONDS, lambda line: print("  " + line, flush=True)
-        )
+        small = shrink(scenario, options.steps, outcome.kind, SHRINK_SECONDS, tell=print)
     _describe(small, run(small, options.steps, compare=True))
     print("replay with:\n  " + _command(small, options.steps))
 

@@ -1,4 +1,4 @@
-"""python -m pd_integration.sim.mutations: break one line of the product at a time and see whether the simulator notices.
+"""python -m pd_integration.sim.mutations: break the product, one line at a time, and see that the simulator notices.
 
 Each mutation is applied to a copy of the packages' sources; the slice that CI runs must fail on it. A mutation whose
 line is no longer there is an error: the table must follow the product.

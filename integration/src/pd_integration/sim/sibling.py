@@ -27,8 +27,8 @@ from vllm.v1.request import Request
 
 from block_mapper import GroupKind
 from pd_integration.sim.clock import Clock
-from pd_integration.sim.memory import POISON, RankMemory, rows_and_columns
 from pd_integration.sim.forward import Layers, first_attended
+from pd_integration.sim.memory import POISON, RankMemory, rows_and_columns
 from pd_integration.sim.tokens import Text
 
 REMOTE = {"do_remote_prefill": True}
@@ -39,7 +39,8 @@ class Outside:
     """The world that sibling connectors see; the simulation sets `memory` before it makes each rank's connector.
 
     fails: asked once a load and rank. by_block: report failures by block id instead of by request id; vLLM takes that
-    from models with one group only, and gets it right only when that is full attention. undecided: asked at each query, whether the answer is "not known yet".
+    from models with one group only, and gets it right only when that is full attention. undecided: asked at each
+    query, whether the answer is "not known yet".
     """
 
     clock: Clock

@@ -143,7 +143,7 @@ class Simulation:
     # The engine core
 
     def run(self, steps: int) -> None:
-        """Step until all clients are served or gone; Violation, or whatever the product raised, when something fails."""
+        """Step until all clients are served or gone; raises Violation, or whatever the product raised."""
         with virtual_time(self.clock):
             limit = 200 * steps
             while not self._idle():

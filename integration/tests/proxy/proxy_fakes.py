@@ -44,6 +44,7 @@ class FakeServer:
         self.received: list[Received] = []
         self.asides: list[Received] = []
         """The proxy's own small questions."""
+        self.aside_status = 200
         self.chat_parser = False
         self.running = 0
         self.cancelled = 0
@@ -88,6 +89,8 @@ class FakeServer:
     async def _aside(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.asides.append(Received(request.path, request.headers, body))
+        if self.aside_status != 200:
+            return web.json_response({"error": {"message": "no", "code": self.aside_status}}, status=self.aside_status)
         if "tools" in body and not self.chat_parser:
             return web.json_response({"error": {"message": "requires --tool-call-parser", "code": 400}}, status=400)
         return web.json_response({"choices": [], "usage": {"completion_tokens": 1, "completion_tokens_details": None}})

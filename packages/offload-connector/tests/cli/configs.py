@@ -69,7 +69,7 @@ CONFIGS = {
         num_hidden_layers=7,
         query_pre_attn_scalar=32,
     ),
-    "cohere2": model("Cohere2ForCausalLM", "cohere2", sliding_window=128, layer_types=[WINDOW, WINDOW, WINDOW, FULL]),
+    "cohere2": model("Cohere2ForCausalLM", "cohere2", sliding_window=65, layer_types=[WINDOW, WINDOW, WINDOW, FULL]),
     "deepseek_v2": model("DeepseekV2ForCausalLM", "deepseek_v2", **LATENT, **EXPERTS),
     "deepseek_v3": model("DeepseekV3ForCausalLM", "deepseek_v3", **{**LATENT, "q_lora_rank": 64}, **EXPERTS),
     "falcon_h1": model("FalconH1ForCausalLM", "falcon_h1", head_dim=32, **{**MAMBA, "mamba_d_ssm": 512}),
@@ -112,3 +112,5 @@ CONFIGS = {
         **EXPERTS,
     ),
 }
+# One layer more of one kind than of the other: a group is padded rather than split.
+CONFIGS["gpt_oss_odd"] = {**CONFIGS["gpt_oss"], "num_hidden_layers": 7, "layer_types": [WINDOW, FULL] * 3 + [WINDOW]}

@@ -1,13 +1,17 @@
 """The planner's arithmetic is vLLM's: blocks, groups and bytes of real model classes, for any rank."""
 
+from math import prod
+
 import pytest
 from cli.configs import CONFIGS
 from cli.real_vllm import kv_cache_configs
 from vllm.distributed.utils import get_pp_indices
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from offload_connector.cli.layout import Kind, make_layout, pipeline_stages
 from offload_connector.cli.model import read_model
+from offload_connector.cli.states import state_bytes
 
 KINDS = {Kind.FULL: FullAttentionSpec, Kind.WINDOW: SlidingWindowSpec, Kind.STATE: MambaSpec}
 WORLDS = [
@@ -86,6 +90,20 @@ def test_the_dtype_of_recurrent_states_counts(tmp_path, monkeypatch):
     model = read_model(CONFIGS["granite"], state_dtype="float32")
 
     assert make_layout(model.layers, 32, model.num_positions, 1).block_size == vllm_config.cache_config.block_size
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_drafts_lengthen_the_states_as_in_vllm(drafts, tp):
+    def nbytes(shapes):
+        return sum(prod(shape) for shape in shapes) * 2
+
+    granite, gated = CONFIGS["granite"], CONFIGS["qwen3_next"]
+    width, heads = granite["mamba_expand"] * granite["hidden_size"], granite["mamba_n_heads"]
+    theirs = MambaStateShapeCalculator.mamba2_state_shape(tp, width, 1, heads, 32, 32, 4, drafts)
+    assert state_bytes(granite, tp, 2, drafts) == nbytes(theirs)
+    theirs = MambaStateShapeCalculator.gated_delta_net_state_shape(tp, 2, 4, 128, 128, 4, drafts)
+    assert state_bytes(gated, tp, 2, drafts) == nbytes(theirs)
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(n, s) for n in range(1, 12) for s in range(1, 6) if n >= s])

@@ -23,7 +23,7 @@ DEEPSEEK_V3 = {
     "torch_dtype": "bfloat16",
     "max_position_embeddings": 163840,
 }
-GROUP = 512 + 64
+LATENT = 512 + 64
 GIB = 1 << 30
 
 
@@ -54,7 +54,7 @@ def test_deepseek_v3_takes_70_kb_a_token_on_every_rank(plan, save):
     status, report = plan("--model", save(DEEPSEEK_V3), "-tp", 8, "-dp", 2, "--max-model-len", 32768)
 
     assert status == 0
-    assert report["kv_cache"]["bytes_per_token_per_rank"] == 61 * GROUP * 2 == 70272
+    assert report["kv_cache"]["bytes_per_token_per_rank"] == 61 * LATENT * 2 == 70272
     assert report["kv_cache"]["bytes_per_block_per_rank"] == 128 * 70272
     assert report["ranks"] == 16
     budget = report["budget"]
@@ -70,7 +70,7 @@ def test_deepseek_v3_takes_70_kb_a_token_on_every_rank(plan, save):
 
 def test_a_draft_layer_adds_its_own_kv(plan, save):
     _, report = plan("--model", save(DEEPSEEK_V3), "--draft-layers", 1, "--max-model-len", 32768)
-    assert report["kv_cache"]["bytes_per_token_per_rank"] == 62 * GROUP * 2
+    assert report["kv_cache"]["bytes_per_token_per_rank"] == 62 * LATENT * 2
 
 
 def test_the_budget_for_so_many_requests_is_exact(plan, save):
@@ -165,6 +165,7 @@ def test_a_model_that_cannot_be_derived_asks_for_vllms_numbers(change, message, 
         ({"layer_types": ["linear_attention"] * 5}, "recurrent states of the model type llama"),
         ({"mamba_d_state": 16}, "recurrent states of the model type llama"),
         ({"v_head_dim": 64}, "v_head_dim of its own"),
+        ({"multi_query": True}, "config.json has multi_query"),
     ],
 )
 def test_an_unknown_variant_of_a_known_model_is_not_guessed(config, message, save, capsys):

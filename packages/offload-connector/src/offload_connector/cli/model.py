@@ -39,8 +39,16 @@ UNKNOWN_KEYS = (
     "attn_layer_period",
     "attn_layer_indices",
     "cross_attention_layers",
+    "attn_config",
+    "multi_query",
+    "use_cla",
+    "layer_group_size",
+    "hybrid_layer_pattern",
 )
 """Keys of models whose layers differ in size, share their KV cache, or keep an index or encoder states as well."""
+
+KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")
+"""Where vLLM looks for the number of KV heads, in this order; without any, each attention head has its own."""
 
 ASK_VLLM = (
     "start vLLM once and type its numbers in: --bytes-per-block from its line 'Recompute offload: N host blocks of B "
@@ -165,21 +173,14 @@ def _dtype_bytes(text: Config, dtype: str) -> int:
 
 def _attention(text: Config, tp: int) -> tuple[int, int, int]:
     """Return (attention heads, KV heads, both over all ranks; values that one rank keeps per token and layer)."""
-    heads = _first(text, "num_attention_heads", "n_head")
+    heads = text["num_attention_heads"]
     if text.get("model_type") in LATENT:
         # The latent vector serves all heads: every rank keeps it whole.
         return heads, 1, text["kv_lora_rank"] + text["qk_rope_head_dim"]
     if "kv_lora_rank" in text:
         raise LookupError(f"latent attention of the model type {text.get('model_type')} is not known here")
-    head_dim = text.get("head_dim") or _first(text, "hidden_size", "n_embd") // heads
+    head_dim = text.get("head_dim") or text["hidden_size"] // heads
     if text.get("v_head_dim", head_dim) != head_dim:
         raise LookupError("config.json has a v_head_dim of its own")
-    kv_heads = next((text[key] for key in ("num_key_value_heads", "num_kv_heads", "n_head_kv") if text.get(key)), heads)
+    kv_heads = next((text[key] for key in KV_HEADS if text.get(key)), heads)
     return heads, kv_heads, 2 * head_dim * max(1, kv_heads // tp)
-
-
-def _first(text: Config, *keys: str) -> int:
-    for key in keys:
-        if text.get(key):
-            return int(text[key])
-    raise KeyError(keys[0])

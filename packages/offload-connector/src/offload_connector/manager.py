@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from block_mapper import HostPool, HostPoolFull, JobDone, KVGroup, SavedRequests, State, UnsupportedGroup
+from block_mapper import GroupKind, HostPool, HostPoolFull, JobDone, KVGroup, SavedRequests, State, UnsupportedGroup
 from offload_connector._vllm import (
     KVCacheConfig,
     Request,
@@ -226,9 +226,11 @@ class OffloadManager:
         return self._saved.restorable_tokens(request.request_id, request.num_tokens - 1) or 0
 
     def _loads_within_step(self, req_id: str) -> bool:
-        # vLLM can attribute a failed load within a step only where block ids tell the request: with one group.
-        num_bytes = self._preemptions[req_id].num_blocks * self._announced.block_bytes
-        return len(self._groups) == 1 and num_bytes <= LOAD_WITHIN_STEP_BYTES
+        # When a load within a step fails, vLLM takes its request back to the first bad block. It finds the request by
+        # block ids, so with one group only; and only full attention has everything that the tokens from there on need.
+        if [group.kind for group in self._groups] != [GroupKind.FULL]:
+            return False
+        return self._preemptions[req_id].num_blocks * self._announced.block_bytes <= LOAD_WITHIN_STEP_BYTES
 
     def allocated(self, request: Request, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
         """Plan the load of a request for which vLLM has just allocated blocks.

@@ -14,6 +14,7 @@ from offload_connector.cli.budget import Deployment
 from offload_connector.cli.json_text import read_json
 from offload_connector.cli.lint import lint_additional, lint_transfer
 from offload_connector.config import KEYS
+from offload_connector.manager import LOAD_WITHIN_STEP_BYTES
 from offload_connector.metrics import METRICS
 from recompute_scheduler import activation, fallback
 
@@ -183,6 +184,10 @@ def test_every_metric_and_reason_is_explained_and_exists():
     }
     assert set(METRICS) <= documented
     assert documented - set(METRICS) <= reasons
+
+
+def test_the_size_up_to_which_a_load_runs_within_its_step_is_the_managers():
+    assert f"Up to {LOAD_WITHIN_STEP_BYTES >> 20} MiB per rank" in (ROOT / "docs/how-it-works.md").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])

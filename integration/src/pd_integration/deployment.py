@@ -34,16 +34,22 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to run Decode."""
+    """One way to run Decode; a number left None is taken from `Sizes`."""
 
     name: str
     connector: bool
     async_scheduling: bool
+    decode_blocks: int | None = None
+    host_bytes: int | None = None
 
 
 OFF = Arm("vLLM's own recompute", connector=False, async_scheduling=True)
 ON = Arm("connector", connector=True, async_scheduling=True)
 ON_SYNC = Arm("connector, async scheduling off", connector=True, async_scheduling=False)
+NO_PRESSURE = Arm("no pressure", connector=False, async_scheduling=True, decode_blocks=Sizes.ample_blocks)
+"""What Mooncake and the proxy do on their own: a fault of theirs shows up here first."""
+SMALL_POOL = Arm("connector, small host pool", connector=True, async_scheduling=True, host_bytes=3 << 20)
+"""24 host blocks: some victims find no room and are recomputed."""
 
 
 def mooncake(role: str) -> dict:
@@ -56,10 +62,11 @@ def mooncake(role: str) -> dict:
     }
 
 
-def decode_transfer(arm: Arm, host_bytes: int) -> dict:
+def decode_transfer(arm: Arm, sizes: Sizes) -> dict:
     """Decode's transfer config: Mooncake alone, or together with the offload connector in a MultiConnector."""
     if not arm.connector:
         return mooncake("kv_consumer")
+    host_bytes = sizes.host_bytes if arm.host_bytes is None else arm.host_bytes
     offload = {
         "kv_connector": "RecomputeCPUOffloadConnector",
         "kv_role": "kv_consumer",
@@ -105,11 +112,12 @@ def prefill_server(model: Path, run_dir: Path, sizes: Sizes, bootstrap_port: int
 
 def decode_server(model: Path, run_dir: Path, sizes: Sizes, arm: Arm) -> Server:
     """The Decode server of ``arm``; its scheduler's steps go to ``run_dir/trace.jsonl``."""
+    blocks = sizes.decode_blocks if arm.decode_blocks is None else arm.decode_blocks
     arguments = [
         *_common(sizes),
-        *("--num-gpu-blocks-override", str(sizes.decode_blocks)),
+        *("--num-gpu-blocks-override", str(blocks)),
         *("--max-num-batched-tokens", str(sizes.decode_budget)),
-        *("--kv-transfer-config", json.dumps(decode_transfer(arm, sizes.host_bytes))),
+        *("--kv-transfer-config", json.dumps(decode_transfer(arm, sizes))),
     ]
     if arm.connector:
         arguments += ["--additional-config", json.dumps({"recompute_scheduler_enable": True})]

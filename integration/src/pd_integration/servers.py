@@ -139,14 +139,26 @@ def _wait_for_group(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
     """Whether every process of the group of ``process`` is gone within ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     while True:
-        process.poll()  # reaps the leader, which would otherwise stay in the group as a zombie
-        try:
-            os.killpg(process.pid, 0)
-        except ProcessLookupError:
+        process.poll()  # reaps the leader
+        if not _group_members(process.pid):
             return True
         if time.monotonic() > deadline:
             return False
         time.sleep(POLL_S)
+
+
+def _group_members(group: int) -> list[int]:
+    """Processes of ``group``, without zombies: an orphan's may stay if the container's first process never waits."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):  # it ended while we looked
+            # After the name, which may hold anything: state, parent, group (proc_pid_stat(5)).
+            state, _, member_of = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+            if int(member_of) == group and state not in "ZX":
+                members.append(int(entry.name))
+    return members
 
 
 def vllm_server(

@@ -235,15 +235,18 @@ class Pair:
 
 @asynccontextmanager
 async def pair(
-    prefill: list[FakePrefill] | None = None, decode: list[FakeServer] | None = None, **settings: Any
+    prefill: list[FakePrefill] | None = None,
+    decode: list[FakeServer] | None = None,
+    bootstrap: bool = True,
+    **settings: Any,
 ) -> AsyncIterator[Pair]:
-    """By default one Prefill and one Decode server that answer well."""
+    """By default one Prefill and one Decode server that answer well; `bootstrap`: the proxy asks Prefill's."""
     prefills = prefill or [FakePrefill()]
     decodes = decode or [FakeServer(decode_answer())]
     for server in [*prefills, *decodes]:
         await server.start()
     config = ProxyConfig(
-        prefillers=tuple(Prefiller(p.url, p.url) for p in prefills),
+        prefillers=tuple(Prefiller(p.url, p.url if bootstrap else None) for p in prefills),
         decoders=tuple(d.url for d in decodes),
         port=0,
         **{**TIMEOUTS, **settings},

@@ -51,6 +51,11 @@ def parse_args(argv: Sequence[str] | None = None) -> ProxyConfig:
     add("--decode", action="append", default=[], metavar="URL", help="a Decode server; repeat for more")
     add("--host", default=ProxyConfig.host, help="address to listen on (default %(default)s)")
     add("--port", type=int, default=ProxyConfig.port, help="port to listen on, 0 for any (default %(default)s)")
+    add(
+        "--transfer-from-answer",
+        action="store_true",
+        help="Prefill's answers say where its KV is (vllm-ascend's MooncakeConnectorV1): no --prefill-bootstrap",
+    )
     for field in fields(ProxyConfig):
         if field.name in _HELP:
             assert field.default is not MISSING
@@ -63,6 +68,10 @@ def parse_args(argv: Sequence[str] | None = None) -> ProxyConfig:
             )
     args = vars(parser.parse_args(argv))
     prefills, bootstraps = args.pop("prefill"), args.pop("prefill_bootstrap")
+    if args.pop("transfer_from_answer"):
+        if bootstraps:
+            parser.error("--prefill-bootstrap is of no use with --transfer-from-answer; leave one of the two out")
+        bootstraps = [None] * len(prefills)
     if len(prefills) != len(bootstraps):
         parser.error(
             f"{len(prefills)} --prefill but {len(bootstraps)} --prefill-bootstrap; give one bootstrap per --prefill"

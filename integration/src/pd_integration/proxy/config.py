@@ -13,13 +13,15 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Prefiller:
-    """A Prefill server and the Mooncake bootstrap server that runs in it.
+    """A Prefill server, and how Decode learns where its KV is.
 
-    Decode servers connect to `bootstrap` too, so it must be an address they can reach.
+    `bootstrap` is the Mooncake bootstrap server that runs in it (vLLM's MooncakeConnector); Decode servers connect to
+    it too, so it must be an address they can reach. None: Prefill's answers carry `kv_transfer_params` that say where
+    the KV is (vllm-ascend's MooncakeConnectorV1, NixlConnector).
     """
 
     url: str
-    bootstrap: str
+    bootstrap: str | None = None
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,18 @@ class ProxyConfig:
             raise ConfigError("no Decode server given; add --decode URL")
         # A trailing slash would double in every path we append, also in the bootstrap address that Decode uses.
         prefillers = tuple(
-            Prefiller(_base_url("prefill", p.url), _base_url("prefill-bootstrap", p.bootstrap)) for p in self.prefillers
+            Prefiller(
+                _base_url("prefill", p.url),
+                None if p.bootstrap is None else _base_url("prefill-bootstrap", p.bootstrap),
+            )
+            for p in self.prefillers
         )
         decoders = tuple(_base_url("decode", url) for url in self.decoders)
         object.__setattr__(self, "prefillers", prefillers)
         object.__setattr__(self, "decoders", decoders)
         for name, urls in (
             ("prefill", [p.url for p in prefillers]),
-            ("prefill-bootstrap", [p.bootstrap for p in prefillers]),
+            ("prefill-bootstrap", [p.bootstrap for p in prefillers if p.bootstrap is not None]),
             ("decode", list(decoders)),
         ):
             twice = sorted({url for url in urls if urls.count(url) > 1})

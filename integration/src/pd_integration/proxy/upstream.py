@@ -42,7 +42,7 @@ class Prefilled:
     Attributes:
         transfer: the parameters with which Decode pulls the KV. None when Prefill ended with finish_reason "stop" (a
             model's default stop token, say): then it has freed the KV, a pull would wait for ever, and Decode has to
-            compute the prompt itself.
+            compute the prompt itself. None also where Prefill's own word on it is missing.
         text: of its one token, for completions.
     """
 
@@ -79,11 +79,7 @@ class Upstream:
         """Compute on `backend` the prompt of `body`, which asks for one token, and have its KV kept there."""
         with _failures("prefill", f"prefill_timeout of {self._config.prefill_timeout:g} s"):
             async with timeout(self._config.prefill_timeout):
-                # Asked every time: a Prefill that was restarted has another engine id.
-                engines = await self._engine_ids(backend)
-                rank = sorted(engines)[next(self._rank_turns) % len(engines)]
-                # With several data-parallel ranks the KV must be where we tell Decode to look for it.
-                headers = {**call.headers, DP_RANK_HEADER: str(rank)} if len(engines) > 1 else call.headers
+                engine, headers = await self._engine(backend, call)
                 transfer_id = uuid.uuid4().hex
                 request = {**body, "kv_transfer_params": bodies.kept_params(transfer_id)}
                 async with self._post(backend, call.path, headers, request) as response:
@@ -96,8 +92,9 @@ class Upstream:
         text = choice.get("text") or ""
         if finish_reason == "stop":
             return Prefilled(None, text)
-        assert backend.bootstrap is not None
-        return Prefilled(bodies.transfer_params(transfer_id, backend.bootstrap, engines[rank]), text)
+        if engine is None or backend.bootstrap is None:
+            return Prefilled(_transfer_in(answer), text)
+        return Prefilled(bodies.transfer_params(transfer_id, backend.bootstrap, engine), text)
 
     async def decode(self, backend: Backend, call: Call, body: bodies.Body) -> bodies.Body:
         """Decode's whole answer to a request that does not stream.
@@ -203,6 +200,17 @@ class Upstream:
             async with timeout(limit), self._post(backend, path, headers, body) as response:
                 return await _json_answer(response, backend.side)
 
+    async def _engine(self, backend: Backend, call: Call) -> tuple[str | None, dict[str, str]]:
+        """The engine of `backend` that is to compute, None where its answer will say, and headers that lead there."""
+        if backend.bootstrap is None:
+            return None, call.headers
+        # Asked every time: a Prefill that was restarted has another engine id.
+        engines = await self._engine_ids(backend)
+        rank = sorted(engines)[next(self._rank_turns) % len(engines)]
+        # With several data-parallel ranks the KV must be where we tell Decode to look for it.
+        headers = {**call.headers, DP_RANK_HEADER: str(rank)} if len(engines) > 1 else call.headers
+        return engines[rank], headers
+
     async def _engine_ids(self, backend: Backend) -> dict[int, str]:
         """Engine id of every data-parallel rank, from Prefill's bootstrap server."""
         async with self._session.get(f"{backend.bootstrap}/query", allow_redirects=False) as response:
@@ -240,6 +248,14 @@ def _failures(side: Side, limit: str) -> Iterator[None]:
         raise ProxyError(HTTPStatus.GATEWAY_TIMEOUT, message, kind="timed out", side=side) from None
     except (aiohttp.ClientError, OSError) as error:
         raise bad_upstream(side, f"the connection broke ({type(error).__name__})") from None
+
+
+def _transfer_in(answer: bodies.Body) -> bodies.Body | None:
+    """Prefill's own word on where its KV is; None where it kept nothing (a prompt of less than a block, say)."""
+    transfer = answer.get("kv_transfer_params")
+    if transfer is not None and not isinstance(transfer, dict):
+        raise bad_upstream("prefill", "the kv_transfer_params of its answer are not a JSON object")
+    return transfer or None
 
 
 async def _json_answer(response: aiohttp.ClientResponse, side: Side) -> dict[str, Any]:

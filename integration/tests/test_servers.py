@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pd_integration import servers
 from pd_integration.servers import Server, ServerError, free_ports, terminate_as_interrupt
 
 HEALTHY = """
@@ -48,9 +50,21 @@ def wait_for(condition, timeout_s: float = 10.0) -> bool:
     return True
 
 
-def test_free_ports_are_different() -> None:
+def test_free_ports_are_different_and_no_connection_takes_them() -> None:
     ports = free_ports(20)
     assert len(set(ports)) == 20
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert not any(low <= port <= high for port in ports)
+
+
+def test_free_ports_leaves_out_ports_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        [port] = free_ports(1)
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        monkeypatch.setattr(servers, "PORTS", range(port, port + 1))
+        with pytest.raises(ServerError, match="1 free ports wanted, 0 found"):
+            free_ports(1)
 
 
 def test_leader_and_children_are_gone_after_the_block(tmp_path: Path) -> None:
@@ -130,7 +144,8 @@ def test_servers_stay_in_the_session_of_their_parent(tmp_path: Path) -> None:
 
 def test_server_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom pd_integration.servers import Server\n"
+        "import sys, time\nfrom pathlib import Path\nfrom pd_integration import servers
+from pd_integration.servers import Server\n"
         "command = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
         f"s = Server('fake', command, 1, Path({str(tmp_path)!r}) / 'log')\n"
         "s.start()\nprint(s.process.pid, flush=True)\ntime.sleep(600)"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 HOST = "127.0.0.1"
+PORTS = range(20000, 30000)
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.1
@@ -42,12 +44,19 @@ class ServerError(RuntimeError):
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ``count`` different TCP ports that are free on the loopback interface now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in sockets:
-            sock.bind((HOST, 0))
-        return [sock.getsockname()[1] for sock in sockets]
+    """Return ``count`` different TCP ports that are free on the loopback interface now.
+
+    They lie in `PORTS`, below the range from which Linux takes the ports of outgoing connections: a server that binds
+    its port seconds later still finds it free.
+    """
+    found: list[int] = []
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind((HOST, port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise ServerError(f"{count} free ports wanted, {len(found)} found from {PORTS.start} to {PORTS.stop - 1}")
 
 
 class Server:

@@ -144,8 +144,7 @@ def test_servers_stay_in_the_session_of_their_parent(tmp_path: Path) -> None:
 
 def test_server_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom pd_integration import servers
-from pd_integration.servers import Server\n"
+        "import sys, time\nfrom pathlib import Path\nfrom pd_integration.servers import Server\n"
         "command = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
         f"s = Server('fake', command, 1, Path({str(tmp_path)!r}) / 'log')\n"
         "s.start()\nprint(s.process.pid, flush=True)\ntime.sleep(600)"

@@ -69,6 +69,7 @@ def vllm_config(scenario: Scenario, block_bytes: int) -> VllmConfig:
     cache.mamba_cache_mode = _mamba_mode(scenario)
     model = config.model_config = copy.copy(config.model_config)
     model.max_model_len = scenario.max_model_len
+    model.generation_config = "vllm"  # there is no model to read one from
     parallel = config.parallel_config = copy.copy(config.parallel_config)
     parallel.world_size = scenario.ranks
     if scenario.mode == "pipeline":

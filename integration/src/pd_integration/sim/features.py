@@ -39,6 +39,7 @@ REQUIRED = (
     "draft accepted",
     "draft rejected",
     "drafts and recurrent states",
+    "output before the drafter's end",
     "null block in a table",
     "blocks zeroed",
     "prefix hit",
@@ -74,6 +75,7 @@ def note_scenario(features: Counter[str], scenario: Scenario, least_blocks: int)
     features[f"sibling {scenario.sibling}"] += 1
     features["policy priority" if scenario.priority else "policy fcfs"] += 1
     features["device cache of hardly one request"] += scenario.num_blocks <= least_blocks + 2
+    features["output before the drafter's end"] += scenario.early_output and scenario.lookahead > 0
     features["host budget of nothing"] += scenario.host_blocks == 0
     features["host budget of one block"] += scenario.host_blocks == 1
     features["host budget ample"] += scenario.host_blocks >= 4 * scenario.num_blocks

@@ -37,8 +37,8 @@ MUTATIONS = (
     Mutation(
         "the compute stream does not wait for a store",
         "npu_copy/engine.py",
-        "if block_compute or direction is Direction.STORE:",
-        "if block_compute:",
+        "blocks = block_compute or direction is Direction.STORE",
+        "blocks = block_compute",
     ),
     Mutation(
         "copies do not wait for the compute stream",
@@ -135,6 +135,18 @@ MUTATIONS = (
         "offload_connector/last_steps.py",
         "rejected = max(0, last.drafts - last.accepted)",
         "rejected = 0",
+    ),
+    Mutation(
+        "loaded requests that hold each other's blocks wait for ever",
+        "recompute_scheduler/preemption.py",
+        "if self._standstill:",
+        "if False:",
+    ),
+    Mutation(
+        "a step that preempts is taken for a standstill",
+        "recompute_scheduler/preemption.py",
+        "empty = not scheduled.num_scheduled_tokens and not scheduled.preempted_req_ids",
+        "empty = not scheduled.num_scheduled_tokens",
     ),
     Mutation(
         "KV is saved at reset_prefix_cache",

@@ -18,9 +18,16 @@ FORWARD_SECONDS = 0.03
 
 
 class Rank:
-    """Carries out step plans; what it reports is joined with the other ranks' by vLLM's aggregator."""
+    """Carries out step plans; what it reports is joined with the other ranks' by vLLM's aggregator.
 
-    def __init__(self, rank: int, clock: Clock, random: Random, memory: RankMemory, layers: Layers) -> None:
+    Args:
+        early_output: a step's tokens are out while its drafter still runs, as in vLLM's V2 model runner.
+    """
+
+    def __init__(
+        self, rank: int, clock: Clock, random: Random, memory: RankMemory, layers: Layers, early_output: bool
+    ) -> None:
+        self._early_output = early_output
         self.rank = rank
         self.memory = memory
         self.connector: Any = None
@@ -65,12 +72,15 @@ class Rank:
         output.invalid_block_ids = connector.get_block_ids_with_load_errors()
         output.kv_connector_stats = connector.get_kv_connector_stats()
         output.kv_connector_worker_meta = connector.build_connector_worker_meta()
+        done = self.module.Event()
+        if self._early_output:
+            done.record(self.module.compute)
         if drafting:
             self._submit(plan, drafter=True)
             connector.wait_for_save()
         connector.clear_connector_metadata()
-        done = self.module.Event()
-        done.record(self.module.compute)
+        if not self._early_output:
+            done.record(self.module.compute)
         self._outputs[plan.number] = (ModelRunnerOutput([], {}, kv_connector_output=output), done)
 
     def executed(self, plan: StepPlan) -> bool:

@@ -80,6 +80,8 @@ SIMPLER = (
     {"prefix_caching": False},
     {"share_prefixes": False},
     {"priority": False},
+    {"zeroing": False},
+    {"early_output": False},
     {"fail_stores": 0.0},
     {"fail_loads": 0.0},
     {"fail_remote": 0.0},

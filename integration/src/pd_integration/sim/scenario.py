@@ -69,8 +69,10 @@ class Scenario:
     prefix_caching: bool
     share_prefixes: bool
     priority: bool
+    zeroing: bool
     num_drafts: int
     lookahead: int
+    early_output: bool
     sibling: str
     fail_stores: float
     fail_loads: float
@@ -140,8 +142,12 @@ def generate(seed: int, steps: int) -> Scenario:
         prefix_caching="aligned" in model or (model != "full+recurrent" and random.random() < 0.4),
         share_prefixes=random.random() < 0.3,
         priority=random.random() < 0.3,
+        # vLLM zeroes new blocks of models with recurrent states anyway, and of caches with more than one precision.
+        zeroing=random.random() < 0.3,
         num_drafts=num_drafts,
         lookahead=lookahead,
+        # Not beside a remote writer: it may get blocks that such a drafter still writes, a race of vLLM's own.
+        early_output=mode == "async" and sibling == "none",
         sibling=sibling,
         fail_stores=pick((0.0, 0.1, 0.3)) if failing else 0.0,
         fail_loads=pick((0.0, 0.2, 0.5)) if failing else 0.0,

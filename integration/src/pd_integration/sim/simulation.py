@@ -76,6 +76,7 @@ class Simulation:
             hash_block_size=hash_block_size,
             log_stats=True,
         )
+        self.scheduler.needs_kv_cache_zeroing |= scenario.zeroing
         self.ranks = [self._make_rank(r, config, cache) for r in range(scenario.ranks)]
         self.connector = _ours(self.scheduler.connector)
         self.clients = Clients(
@@ -123,7 +124,7 @@ class Simulation:
     def _make_rank(self, index: int, config: Any, cache: Any) -> Rank:
         s, random = self.scenario, self._random("rank", index)
         memory = RankMemory(index, s.num_blocks, BLOCK, self.layers.total)
-        rank = Rank(index, self.clock, random, memory, self.layers)
+        rank = Rank(index, self.clock, random, memory, self.layers, s.early_output)
         assert sibling.outside is not None
         sibling.outside.memory = memory
         faults = self._random("faults", index)

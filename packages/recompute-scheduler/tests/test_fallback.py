@@ -128,3 +128,16 @@ def test_a_request_that_would_change_is_not_ended(make_engine):
     assert RecordingConnector.calls
     assert all(end.finish_reason is FinishReason.LENGTH for end in engine.ends.values())
     assert engine.scheduler.recompute_counters["recomputed"] == len(RecordingConnector.calls)
+
+
+def test_a_length_that_the_server_caps_is_not_resent(make_engine):
+    """Each part of a joined answer would get the server's cap anew."""
+    engine = make_engine(TIGHT, additional_config=resend(), override_generation_config={"max_new_tokens": 40})
+    load(engine)
+    engine.run()
+    assert RecordingConnector.calls
+    assert engine.scheduler.recompute_counters["resent"] == 0
+    below = make_engine(TIGHT, additional_config=resend(), override_generation_config={"max_new_tokens": 41})
+    load(below)
+    below.run()
+    assert below.scheduler.recompute_counters["resent"] > 0

@@ -6,10 +6,12 @@ import pytest
 from recording_connector import RecordingConnector
 from vllm.v1.request import RequestStatus
 
-from recompute_scheduler.headroom import GROWTH_TOKENS, LEAST_GROWTH_TOKENS, PATIENCE_STEPS, Headroom
+from recompute_scheduler.headroom import GROWTH, LEAST_GROWTH, PATIENCE, Headroom
 from recompute_scheduler.testing import BLOCK_SIZE, make_kv_cache_config
 
-RUNNING = [None] * 8
+LENGTH = 500
+RUNNING = [SimpleNamespace(num_tokens=LENGTH)] * 8
+PATIENCE_STEPS = int(PATIENCE * LENGTH)
 
 
 def saved(name):
@@ -27,14 +29,14 @@ def test_nothing_is_kept_free_beyond_the_watermark_when_nobody_waits(headroom):
 
 def test_room_for_the_growth_of_all_running_requests(headroom):
     headroom.note_saved(saved("a"), step=1)
-    assert headroom.blocks(RUNNING, step=1) == len(RUNNING) * GROWTH_TOKENS // BLOCK_SIZE
+    assert headroom.blocks(RUNNING, step=1) == int(len(RUNNING) * LENGTH * GROWTH / BLOCK_SIZE)
 
 
 def test_it_shrinks_to_the_least_as_the_wait_goes_on(headroom):
     headroom.note_saved(saved("a"), step=1)
     kept = [headroom.blocks(RUNNING, step) for step in range(1, 3 * PATIENCE_STEPS)]
     assert kept == sorted(kept, reverse=True)
-    assert kept[-1] == len(RUNNING) * LEAST_GROWTH_TOKENS // BLOCK_SIZE
+    assert kept[-1] == int(len(RUNNING) * LENGTH * LEAST_GROWTH / BLOCK_SIZE)
 
 
 def test_more_waiting_requests_are_let_back_more_slowly(headroom):
@@ -61,6 +63,7 @@ def test_a_request_whose_kv_has_been_loaded_counts_no_more(headroom):
 def test_the_watermark_of_the_operator_is_the_least(headroom):
     headroom.note_saved(saved("a"), step=1)
     assert headroom.blocks(RUNNING[:1], step=10_000) == 3
+    assert headroom.blocks([], step=1) == 3
 
 
 def test_sliding_windows_do_not_grow():

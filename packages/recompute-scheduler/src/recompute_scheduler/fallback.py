@@ -1,9 +1,9 @@
 """What becomes of a preempted request whose KV nobody kept: recomputed on this node, or sent to Prefill again."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from recompute_scheduler._vllm import Request
+from recompute_scheduler._vllm import Request, VllmConfig
 from recompute_scheduler.activation import settings
 
 FALLBACK = "recompute_fallback"
@@ -19,10 +19,12 @@ class Fallback:
     Attributes:
         resend: end the request with stop_reason "recomputed", so that a proxy sends it to Prefill again.
         max_local_tokens: with `resend`, requests of up to so many tokens are recomputed here all the same.
+        server_max_tokens: output tokens that this server allows at most, whatever a request asks for; None: no limit.
     """
 
     resend: bool = False
     max_local_tokens: int = 0
+    server_max_tokens: int | None = None
 
     @classmethod
     def parse(cls, additional_config: Any) -> "Fallback":
@@ -45,9 +47,23 @@ class Fallback:
             )
         return cls(kind == "resend", limit)
 
+    @classmethod
+    def from_vllm(cls, vllm_config: VllmConfig) -> "Fallback":
+        """Read additional_config, and the limit of output tokens that the model's generation config sets."""
+        chosen = cls.parse(vllm_config.additional_config)
+        if not chosen.resend:
+            return chosen
+        return replace(chosen, server_max_tokens=vllm_config.model_config.get_diff_sampling_param().get("max_tokens"))
+
     def resends(self, request: Request) -> bool:
         """Whether this preempted request, of which nothing was kept, goes to Prefill again."""
-        return self.resend and request.num_tokens > self.max_local_tokens and why_not_resend(request) is None
+        return self.resend and request.num_tokens > self.max_local_tokens and self.why_not(request) is None
+
+    def why_not(self, request: Request) -> str | None:
+        """Return what of `request` a resend would change; None: nothing."""
+        if self.server_max_tokens is not None and request.max_tokens == self.server_max_tokens:
+            return "the server's own limit of its length would start anew"
+        return why_not_resend(request)
 
 
 def why_not_resend(request: Request) -> str | None:

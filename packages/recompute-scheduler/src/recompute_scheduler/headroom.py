@@ -4,28 +4,29 @@ A saved request fits as soon as its blocks are free. Taken in at once it fills t
 somebody is preempted again: blocks are copied to and fro and nobody gets far. So while a saved request waits, vLLM's
 admission keeps some blocks free (its own watermark, which never applies when nothing runs):
 
-    free blocks  |<- its blocks ->|<- growth of the running requests over the next GROWTH_TOKENS tokens each ->|
-                                                       shrinks towards LEAST_GROWTH_TOKENS as the wait goes on
+    free blocks  |<- its blocks ->|<- growth of the running requests by GROWTH of their present length ->|
+                                                     shrinks to LEAST_GROWTH as the wait goes on
 
 The longer saved requests wait, and the fewer they are, the less is kept free, so that nobody starves; and when nothing
 runs, nothing is.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from recompute_scheduler._vllm import FullAttentionSpec, KVCacheConfig, Request, RequestStatus, UniformTypeKVCacheSpecs
 
-GROWTH_TOKENS = 128
-"""Tokens by which every running request shall be able to grow before the cache is full again."""
+GROWTH = 1 / 2
+"""Running requests shall be able to grow by this share of their length before the cache is full again."""
 
-LEAST_GROWTH_TOKENS = 16
-"""What is left of that in the end: less, and the request just resumed is preempted again at once."""
+LEAST_GROWTH = 1 / 12
+"""What is left of that in the end: with less, the request just resumed is preempted again at once."""
 
-PATIENCE_STEPS = 10
-"""One saved request waits so many steps until only the least growth is kept free; n of them, n * n times as many.
+PATIENCE = 1 / 25
+"""One saved request waits for so many steps, as a share of the running requests' mean length in tokens, until only the
+least growth is kept free; n of them wait n * n times as long.
 
-Chosen, like the two above, on traces of 1.25, 2 and 4 times the cache: larger values mean fewer preemptions and longer
-waits, and these give no more of either than vLLM's own recomputation."""
+Chosen, like the two above, on traces of short and long requests at 1.25, 2 and 4 times the cache: larger values mean
+fewer preemptions and longer waits, and these give no more of either than vLLM's own recomputation."""
 
 
 class Headroom:
@@ -47,7 +48,7 @@ class Headroom:
         """`request` was preempted in `step`, and its KV is kept."""
         self._waiting[request.request_id] = (request, step)
 
-    def blocks(self, running: Iterable[Request], step: int) -> int:
+    def blocks(self, running: Sequence[Request], step: int) -> int:
         """Return the blocks to keep free in `step`."""
         if self._waiting:
             # One whose KV has been loaded is PREEMPTED again for a moment, but has its blocks.
@@ -56,10 +57,10 @@ class Headroom:
                 for name, (request, since) in self._waiting.items()
                 if request.status is RequestStatus.PREEMPTED and request.num_computed_tokens == 0
             }
-        if not self._waiting:
+        if not self._waiting or not running:
             return self.watermark_blocks
+        length = sum(request.num_tokens for request in running)
+        patience = PATIENCE * length / len(running) * len(self._waiting) ** 2
         waited = step - min(since for _, since in self._waiting.values())
-        patience = PATIENCE_STEPS * len(self._waiting) ** 2
-        tokens = max(LEAST_GROWTH_TOKENS, GROWTH_TOKENS * (1 - waited / patience))
-        growth = sum(1 for _ in running) * tokens * self._blocks_per_token
-        return max(self.watermark_blocks, int(growth))
+        growth = max(LEAST_GROWTH, GROWTH * (1 - waited / patience))
+        return max(self.watermark_blocks, int(length * growth * self._blocks_per_token))

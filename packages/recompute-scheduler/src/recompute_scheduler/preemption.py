@@ -12,7 +12,7 @@ from recompute_scheduler._vllm import (
     init_logger,
 )
 from recompute_scheduler.activation import Activation, decide
-from recompute_scheduler.fallback import FALLBACK, STOP_REASON, Fallback, why_not_resend
+from recompute_scheduler.fallback import FALLBACK, STOP_REASON, Fallback
 from recompute_scheduler.headroom import Headroom
 from recompute_scheduler.hook import HOOK, PreemptionHook, find_hooks
 from recompute_scheduler.standstill import is_at_standstill, resolve
@@ -49,7 +49,7 @@ class RecomputePreemption:
                     "by vLLM. Add RecomputeCPUOffloadConnector to kv-transfer-config to keep their KV cache.",
                     HOOK,
                 )
-        self._fallback = Fallback.parse(self.vllm_config.additional_config)  # type: ignore[attr-defined]
+        self._fallback = Fallback.from_vllm(self.vllm_config)  # type: ignore[attr-defined]
         manager = self.kv_cache_manager  # type: ignore[attr-defined]
         self._headroom = Headroom(self.kv_cache_config, manager.watermark_blocks)  # type: ignore[attr-defined]
 
@@ -121,7 +121,7 @@ class RecomputePreemption:
             self._to_resend.append(request)
             return
         self.recompute_counters["recomputed"] += 1
-        reason = why_not_resend(request) if self._fallback.resend else None
+        reason = self._fallback.why_not(request) if self._fallback.resend else None
         if reason is not None and reason not in self._told:
             self._told.add(reason)
             logger.warning(

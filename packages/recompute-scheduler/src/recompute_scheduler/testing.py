@@ -43,6 +43,7 @@ def make_config(*, async_scheduling: bool = False, **engine_args: Any) -> VllmCo
         defaults: dict[str, Any] = {
             "model": model,
             "skip_tokenizer_init": True,
+            "generation_config": "vllm",
             "dtype": "float32",
             "max_model_len": 1024,
             "max_num_seqs": 16,

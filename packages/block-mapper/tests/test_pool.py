@@ -174,3 +174,21 @@ def test_integrity_check_sees_damage(damage: object) -> None:
     damage(pool)  # type: ignore[operator]
     with pytest.raises(AssertionError):
         pool.check_integrity()
+
+
+def test_changes_of_the_prefix_index_are_told_once_and_in_order():
+    pool = HostPool(2, log_changes=True)
+    ids = pool.allocate(2)
+    pool.publish(["a", "b"], ids)
+    assert pool.take_changes() == [("a", True), ("b", True)]
+    assert pool.take_changes() == []
+    pool.free(ids)
+    pool.allocate(1)
+    assert pool.take_changes() == [("b", False)]
+    pool.unpublish()
+    assert pool.take_changes() == [("a", False)]
+
+
+def test_without_a_log_there_is_nothing_to_take():
+    with pytest.raises(ValueError, match="log_changes=True"):
+        HostPool(2).take_changes()

@@ -142,6 +142,24 @@ def test_an_aborted_saved_request_gives_its_host_blocks_back(make_engine, wait):
     assert_empty(engine)
 
 
+def test_the_gauges_follow_when_everybody_leaves(make_engine):
+    """Nothing is counted when a saved request is aborted, and no later event brings the gauges up to date."""
+    engine = make_engine(TIGHT)
+    load(engine)
+    while counters(engine).get("saved_requests", 0) == 0:
+        engine.step()
+    engine.scheduler.finish_requests(list(engine.scheduler.requests), RequestStatus.FINISHED_ABORTED)
+    for _ in range(5):
+        engine.step()
+    figures = counters(engine)
+    assert figures["saved_requests"] == figures["host_blocks_used"] == 0
+    assert figures["host_blocks_free"] == figures["host_blocks_total"]
+    reported = len(engine.connector_stats)
+    engine.step()
+    assert len(engine.connector_stats) == reported
+    assert_empty(engine)
+
+
 def test_reset_of_running_requests_restores_nothing_stale(make_engine):
     engine = make_engine(200)
     load(engine)
@@ -176,7 +194,8 @@ def test_nothing_is_handed_out_in_a_step_without_preemption(make_engine):
     meta = scheduled.kv_connector_metadata
     assert (meta.store, meta.load_now, meta.load_behind) == (None, None, None)
     engine.run()
-    assert counters(engine) == {}
+    gauges = {"host_blocks_total": 1000, "host_blocks_free": 1000}
+    assert {name: value for name, value in counters(engine).items() if value} == gauges
 
 
 def test_logs_of_one_preemption(make_engine, caplog):

@@ -28,8 +28,8 @@ def test_a_draft_layers_block_depends_on_the_token_after_it():
     assert hashes(groups, list(range(8)), ["a", "b"], eagle=[0]) == [[("a", 4)]]
 
 
-def run(make_engine, share):
-    engine = make_engine(14, options={"enable_offload_prefix_caching": share})
+def run(make_engine, share, **options):
+    engine = make_engine(14, options={"enable_offload_prefix_caching": share}, **options)
     for index in range(6):
         engine.add(f"r{index}", range(10, 60), 40)
     engine.run()
@@ -57,3 +57,36 @@ def test_reset_empties_the_shared_blocks_too(make_engine, monkeypatch):
     assert manager(engine)._pool.usage().cached > 0
     manager(engine).reset()
     assert_empty(engine)
+
+
+def test_events_tell_what_can_be_found_on_the_host(make_engine, monkeypatch):
+    from vllm.config import KVEventsConfig
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored
+
+    monkeypatch.setattr("byte_ranks.zlib.crc32", lambda name: 0)
+    told = []
+    monkeypatch.setattr(
+        "vllm.distributed.kv_events.NullEventPublisher.publish", lambda self, batch: told.extend(batch.events)
+    )
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    engine = run(make_engine, share=True, kv_events_config=events)
+    stored = [
+        h for event in told if isinstance(event, BlockStored) and event.medium == "CPU" for h in event.block_hashes
+    ]
+    gone = [
+        h for event in told if isinstance(event, BlockRemoved) and event.medium == "CPU" for h in event.block_hashes
+    ]
+    assert len(stored) - len(gone) == manager(engine)._pool.usage().cached > 0
+    assert set(gone) <= set(stored)
+    manager(engine).reset()
+    removed = manager(engine).take_events()
+    assert {h for event in removed for h in event.block_hashes} == set(stored) - set(gone)
+
+
+def test_without_sharing_there_are_no_events(make_engine):
+    from vllm.config import KVEventsConfig
+
+    engine = run(
+        make_engine, share=False, kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    )
+    assert manager(engine).take_events() == []

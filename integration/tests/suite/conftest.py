@@ -15,8 +15,8 @@ from pd_integration.deployment import MODEL_NAME, Sizes
 from pd_integration.models import write_model
 from pd_integration.servers import free_ports
 
-# As in docker/cpu/compose.yaml: the default load wants twice Decode's KV cache.
-SIZES = Sizes(decode_blocks=160, ample_blocks=600, host_bytes=64 << 20)
+# As in docker/cpu/compose.yaml: the default load wants three times Decode's KV cache.
+SIZES = Sizes(decode_blocks=120, ample_blocks=600, host_bytes=64 << 20)
 TRANSFER_TIMEOUT_S = 20
 """Seconds that Prefill keeps KV nobody pulls; Decode gives a pull up 60 s later (both in vLLM's Mooncake connector)."""
 

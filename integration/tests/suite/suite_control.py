@@ -90,6 +90,10 @@ class DockerControl:
         full = ["docker", "exec", self._container(name), *command]
         return subprocess.run(full, capture_output=True, text=True, timeout=DOCKER_TIMEOUT_S)
 
+    def is_running(self, name: str) -> bool:
+        """Whether the server's container runs."""
+        return docker("inspect", "-f", "{{.State.Running}}", self._container(name)).strip() == "true"
+
     def _container(self, name: str) -> str:
         labels = {"project": self._project, "service": name}
         filters = [f"--filter=label=com.docker.compose.{label}={value}" for label, value in labels.items()]

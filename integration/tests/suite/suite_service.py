@@ -20,7 +20,7 @@ from pd_integration.metrics import offload_figures
 from pd_integration.trace import History, histories, read_trace
 from pd_integration.workload import Request, Result, make_requests
 
-READY_TIMEOUT_S = 300.0
+READY_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,9 @@ class Service:
         return {client_id(internal): seen for internal, seen in found.items() if client_id(internal) in wanted}
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Wait until the proxy says that a request can be served."""
-        wait_for(lambda: health(self.proxy_url)[0] == 200, timeout_s, f"{self.proxy_url}/health to be 200")
+        """Wait until both servers are healthy and the proxy says that a request can be served."""
+        for url in (self.prefill_url, self.decode_url, self.proxy_url):
+            wait_for(lambda url=url: health(url)[0] == 200, timeout_s, f"{url}/health to be 200")
 
     def _metrics(self) -> str:
         with urllib.request.urlopen(f"{self.decode_url}/metrics", timeout=10) as response:

@@ -1,7 +1,8 @@
 """vLLM plugin of the test harness (entry point ``vllm.general_plugins``).
 
-vLLM calls `register` in the API server, the engine core and every worker. Without the environment variables below it
-changes nothing.
+vLLM calls `register` in the API server, the engine core and every worker. It makes `mooncake_cpu.MooncakeConnectorCPU`
+known by name: MultiConnector looks the class of a child's statistics up by its name, and with one it can't find the API
+server ends at the first failed transfer. Without the environment variables below it changes nothing else.
 
 - ``PD_INTEGRATION_ASYNC_SCHEDULING=1``: keep async scheduling on, on the CPU platform. It is vLLM's default on
   accelerators; its CPU platform turns it off whatever is asked for, because it brings a CPU no speed. We want the
@@ -15,10 +16,15 @@ import os
 
 ASYNC_SCHEDULING = "PD_INTEGRATION_ASYNC_SCHEDULING"
 STEP_TRACE = "PD_INTEGRATION_STEP_TRACE"
+CPU_CONNECTOR = "MooncakeConnectorCPU"
 
 
 def register() -> None:
-    """Install what the environment asks for; safe to call more than once."""
+    """Name the connector and install what the environment asks for; safe to call more than once."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if CPU_CONNECTOR not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(CPU_CONNECTOR, "pd_integration.mooncake_cpu", CPU_CONNECTOR)
     if os.environ.get(ASYNC_SCHEDULING) == "1":
         keep_async_scheduling()
     if path := os.environ.get(STEP_TRACE):

@@ -25,7 +25,7 @@ REQUIRED = {"VLLM_ASCEND_VERSION": "0.32.0", "MODEL_DIR": "/data/model"}
 
 @pytest.fixture
 def run(tmp_path: Path):
-    """Run a script of docker/a3 with a recorder for `docker` and `python3`; what they would be given: argv, environment."""
+    """Run a script of docker/a3, with a recorder in place of `docker` and `python3`: its arguments and environment."""
     for name in ("docker", "python3"):
         recorder = tmp_path / name
         recorder.write_text('#!/bin/bash\nprintf "%s\\0" "$@"\nprintf "\\n"\nenv -0\n')

@@ -25,15 +25,15 @@ typedef struct {
 #if defined(__x86_64__)
 #include <emmintrin.h>
 
-enum { PAGE = 4096, AHEAD = 4096, SMALL = 512 };
+enum { PAGE = 4096, AHEAD = 8192, SMALL = 512 };
 
 /* Stores that bypass the cache: a plain store first reads the line it overwrites, which costs a third of the memory
  * traffic of a large copy. libc does the same, but only for single copies far larger than a KV block. Blocks that are
  * stored or loaded are rarely in the cache: small jobs gain as well.
  *
  * The processor's own prefetcher loses its way at the end of every piece, so the reads AHEAD go on into the next piece.
- * Its first two pages are touched early on both sides: a miss in the translation cache costs as much as a kilobyte
- * copied. A prefetch cannot fault.
+ * Pages to be written are touched two pages early, those of the next piece at once: a miss in the translation cache
+ * costs as much as a kilobyte copied. A prefetch cannot fault.
  */
 static void stream_copy(char *destination, const char *source, size_t size, const char *next_destination,
                         const char *next_source)
@@ -54,6 +54,8 @@ static void stream_copy(char *destination, const char *source, size_t size, cons
         const __m128i *from = (const __m128i *)source;
         __m128i *to = (__m128i *)destination;
         __m128i v[8];
+        if (((uintptr_t)destination & (PAGE - 1)) < 128 && size > 2 * PAGE)
+            _mm_prefetch(destination + 2 * PAGE, _MM_HINT_T0);
         _mm_prefetch(ahead, _MM_HINT_T0);
         _mm_prefetch(ahead + 64, _MM_HINT_T0);
         for (int i = 0; i < 8; i++)

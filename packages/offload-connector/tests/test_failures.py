@@ -132,7 +132,7 @@ def test_large_loads_run_behind_the_step(make_engine, loads_behind):
 
 def test_small_loads_run_within_the_step(make_engine):
     assert LOAD_WITHIN_STEP_BYTES > 0
-    engine = make_engine(TIGHT)
+    engine = make_engine(14)
     load(engine)
     within = 0
     while engine.scheduler.has_requests():

@@ -7,7 +7,7 @@ alloc ──► allocated() ─────► load job ──┘               
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,8 +25,9 @@ from offload_connector.config import PER_RANK, OffloadConfig
 from offload_connector.groups import mapper_groups
 from offload_connector.kv_events import HostBlockEvents
 from offload_connector.last_steps import LastSteps
-from offload_connector.metadata import CopyJob, OffloadMetadata, OffloadWorkerMetadata
+from offload_connector.metadata import OffloadMetadata, OffloadWorkerMetadata
 from offload_connector.metrics import OffloadStats
+from offload_connector.plans import LOAD_BEHIND, LOAD_NOW, STORE, Plans
 from offload_connector.prefix_hashes import PrefixHashes
 
 logger = init_logger("vllm.offload_connector")
@@ -34,18 +35,6 @@ logger = init_logger("vllm.offload_connector")
 LOAD_WITHIN_STEP_BYTES = 32 << 20
 """Loads up to this size run within their step. At 20 GB/s, an A3 card's host link, they hold it up for 1.6 ms; a load
 behind the step costs its request one step more at least, 20 to 50 ms for the models this is for."""
-
-
-STORE, LOAD_NOW, LOAD_BEHIND = "store", "load_now", "load_behind"
-
-
-@dataclass
-class _Plan:
-    """A job in the making: what the requests of this step add to it."""
-
-    job: int
-    pairs: list[np.ndarray] = field(default_factory=list)
-    requests: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -93,10 +82,8 @@ class OffloadManager:
         self._announced = OffloadWorkerMetadata()
         self._pool: HostPool | None = None
         self._saved: SavedRequests | None = None
-        self._last_job = 0
         self._told_of_prompt_logprobs = False
-        self._plans: dict[str, _Plan] = {}
-        self._open_jobs: set[int] = set()
+        self._plans = Plans()
         self._preemptions: dict[str, _Preemption] = {}
         self._resumed: dict[str, _Preemption] = {}
         speculative = [group.block_size for group in groups if group.speculative_blocks]
@@ -166,7 +153,7 @@ class OffloadManager:
             num_tokens, last_step_end = self._last_steps.resume_point(req_id, num_tokens)
             self._last_steps.forget(req_id)
         try:
-            pairs = self._saved.save(req_id, block_ids, num_tokens, self._job(STORE), hashes, last_step_end)
+            pairs = self._saved.save(req_id, block_ids, num_tokens, self._plans.job(STORE), hashes, last_step_end)
         except HostPoolFull as full:
             logger.warning(
                 "CPU cache free blocks are insufficient for request %s: %d needed, %d free; it will be recomputed. "
@@ -182,9 +169,9 @@ class OffloadManager:
             logger.warning("Request %s cannot be kept and will be recomputed: %s", req_id, refusal)
             self._drop(req_id)
             return "unsupported"
-        self._add(STORE, req_id, pairs)
+        self._plans.add(STORE, req_id, pairs)
         if self._events is not None:
-            self._events.saved(self._job(STORE))
+            self._events.saved(self._plans.job(STORE))
         num_blocks = sum(int(np.count_nonzero(table)) for table in self._saved.host_tables(req_id))
         self._preemptions[req_id] = _Preemption(request, num_blocks, self._clock(), request.num_output_tokens)
         self._resumed.pop(req_id, None)
@@ -204,7 +191,7 @@ class OffloadManager:
 
     def has_pending_jobs(self) -> bool:
         """Whether some job has not been reported by every rank."""
-        return bool(self._open_jobs)
+        return bool(self._plans.open_jobs)
 
     # Admission of a saved request
 
@@ -266,9 +253,9 @@ class OffloadManager:
         num_tokens = self._tokens_to_restore(request)
         kind = LOAD_NOW if self._loads_within_step(req_id) else LOAD_BEHIND
         pairs = self._saved.load(
-            req_id, block_ids, num_tokens, self._job(kind), device_tokens=num_tokens - num_external_tokens
+            req_id, block_ids, num_tokens, self._plans.job(kind), device_tokens=num_tokens - num_external_tokens
         )
-        self._add(kind, req_id, pairs)
+        self._plans.add(kind, req_id, pairs)
         self._resumed[req_id] = self._preemptions.pop(req_id)
         self._stats.add("blocks_loaded", len(pairs))
         self._stats.add("tokens_restored", num_external_tokens)
@@ -277,7 +264,7 @@ class OffloadManager:
             req_id,
             num_external_tokens,
             len(pairs),
-            "within the step" if kind is LOAD_NOW else "behind the step",
+            "within the step" if kind == LOAD_NOW else "behind the step",
         )
 
     def finished(self, req_id: str) -> None:
@@ -301,31 +288,11 @@ class OffloadManager:
 
     # Jobs
 
-    def _job(self, kind: str) -> int:
-        plan = self._plans.get(kind)
-        return plan.job if plan is not None else self._last_job + 1
-
-    def _add(self, kind: str, req_id: str, pairs: np.ndarray) -> None:
-        plan = self._plans.get(kind)
-        if plan is None:
-            self._last_job += 1
-            plan = self._plans[kind] = _Plan(self._last_job)
-        plan.pairs.append(pairs)
-        plan.requests.append(req_id)
-
     def build_metadata(self, scheduled: SchedulerOutput) -> OffloadMetadata:
         """Hand out the jobs planned while this step was scheduled, at most one of each kind."""
         if self._last_steps is not None:
             self._last_steps.note_scheduled(scheduled)
-        if not self._plans:
-            return OffloadMetadata()
-        jobs = {}
-        for kind, plan in self._plans.items():
-            requests = tuple(plan.requests) if kind is LOAD_BEHIND else ()
-            jobs[kind] = CopyJob(plan.job, np.concatenate(plan.pairs), requests)
-            self._open_jobs.add(plan.job)
-        self._plans.clear()
-        return OffloadMetadata(**jobs)
+        return self._plans.take()
 
     def update(self, message: OffloadWorkerMetadata | None) -> None:
         """Take note of what the ranks report after a step; its tokens have been taken in already."""
@@ -359,7 +326,7 @@ class OffloadManager:
         done: JobDone | None = self._saved.report(job, count, failed=error is not None)
         if done is None:
             return
-        self._open_jobs.remove(job)
+        self._plans.open_jobs.remove(job)
         if self._events is not None:
             self._events.done(done)
         for req_id in done.restored:

@@ -8,14 +8,17 @@ from typing import Any
 
 import numpy as np
 from prometheus_client import Counter as PrometheusCounter
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from block_mapper import PoolUsage
 from offload_connector import RecomputeCPUOffloadConnector
 from offload_connector.manager import OffloadManager
 from offload_connector.metrics import METRICS
 from pd_integration.sim.memory import RankMemory
 from pd_integration.sim.model import StepPlan
 from pd_integration.sim.scenario import ABORT_STATES, BLOCK, MODELS, MODES, RANKS, SIBLINGS, Scenario
+from recompute_scheduler import RecomputePreemption
 
 REQUIRED = (
     *(f"mode {mode}" for mode in MODES),
@@ -45,6 +48,7 @@ REQUIRED = (
     "prefix hit",
     "preempted_offloaded",
     "preempted_restored",
+    "standstill resolved",
     "fallback host_full",
     "fallback copy_failed",
     "fallback unsupported",
@@ -107,6 +111,19 @@ def note_memory(features: Counter[str], memory: RankMemory) -> None:
     features["remote load into blocks just stored"] += memory.outside_after_store
 
 
+def watch_standstills(scheduler: Scheduler, features: Counter[str]) -> None:
+    """Count how often the mixin lets a queue move again in which requests hold each other up."""
+    if not isinstance(scheduler, RecomputePreemption):
+        return
+    resolve = scheduler._resolve_standstill
+
+    def watched() -> None:
+        features["standstill resolved"] += 1
+        resolve()
+
+    scheduler._resolve_standstill = watched  # type: ignore[method-assign]
+
+
 class ManagerWatch:
     """Listens to what the scheduler asks the connector's scheduler side; changes nothing."""
 
@@ -117,9 +134,11 @@ class ManagerWatch:
         keep, query, allocated = manager.keep, manager.restorable_tokens, manager.allocated
 
         def watched_keep(request: Request, block_ids: Sequence[Sequence[int]], num_computed_tokens: int) -> bool:
+            before = manager._pool.usage() if manager._pool is not None else None
             kept = keep(request, block_ids, num_computed_tokens)
             if kept:
-                self._saved(request, num_computed_tokens)
+                assert before is not None
+                self._saved(request, num_computed_tokens, before)
             return kept
 
         def watched_query(request: Request, num_device_tokens: int) -> tuple[int | None, bool]:
@@ -140,12 +159,15 @@ class ManagerWatch:
         manager.allocated = watched_allocated  # type: ignore[method-assign]
         self._manager = manager
 
-    def _saved(self, request: Request, num_computed_tokens: int) -> None:
+    def _saved(self, request: Request, num_computed_tokens: int, before: PoolUsage) -> None:
         self._victims += 1
         num_tokens = min(num_computed_tokens, request.num_tokens)
         self._features["saved with a partial block" if num_tokens % BLOCK else "saved whole blocks"] += 1
-        blocks = sum(np.count_nonzero(table) for table in self._manager._saved.host_tables(request.request_id))
-        self._features["host blocks shared"] += blocks > len(self._manager._plans["store"].pairs[-1])
+        pool, saved = self._manager._pool, self._manager._saved
+        assert pool is not None
+        assert saved is not None
+        held = sum(int(np.count_nonzero(table)) for table in saved.host_tables(request.request_id))
+        self._features["host blocks shared"] += pool.usage().used - before.used < held
         self._features["saved again"] += request.request_id in self._restored
 
     def note_step(self) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGES = ("block_mapper", "npu_copy", "offload_connector", "recompute_scheduler")
-SLICE = ("--steps", "100", "--seeds", "240", "--minutes", "10")
+SLICE = ("--steps", "100", "--first-seed", "300", "--seeds", "240", "--minutes", "10")
 """What CI runs: about a minute on a free core."""
 TIMEOUT = 900.0
 
@@ -99,24 +99,6 @@ MUTATIONS = (
         "block_mapper/groups.py",
         "return max(0, num_tokens - self.window + 1)",
         "return max(0, num_tokens - self.window - 1)",
-    ),
-    Mutation(
-        "a shared block counts as stored while another store still writes it",
-        "block_mapper/saved.py",
-        "waits_for = {job} | self._jobs.writing(host[~new])",
-        "waits_for = {job}",
-    ),
-    Mutation(
-        "tokens that were not accepted are saved",
-        "offload_connector/manager.py",
-        "num_tokens = min(num_computed_tokens, request.num_tokens)",
-        "num_tokens = num_computed_tokens",
-    ),
-    Mutation(
-        "all tokens are restored, none is left to compute",
-        "offload_connector/manager.py",
-        "return self._saved.restorable_tokens(request.request_id, request.num_tokens - 1) or 0",
-        "return self._saved.restorable_tokens(request.request_id, request.num_tokens) or 0",
     ),
     Mutation(
         "a request whose store is not done is let in",

@@ -28,13 +28,13 @@ def run(scenario: Scenario, steps: int, compare: bool = False) -> Outcome:
     """Run a scenario; whatever the product raises is an outcome too.
 
     Args:
-        compare: run it again with vLLM's own scheduler where the connector keeps nothing, and compare the schedules.
+        compare: where nothing was kept, run it again with vLLM's own scheduler and compare the schedules.
     """
     simulation = None
     try:
         simulation = Simulation(scenario)
         simulation.run(steps)
-        if compare and scenario.host_blocks == 0:
+        if compare and not simulation.features["preempted_offloaded"]:
             _compare(simulation, steps)
     except Violation as violation:
         return Outcome(violation.kind, str(violation), _features(simulation), _trace(simulation))
@@ -47,7 +47,7 @@ def run(scenario: Scenario, steps: int, compare: bool = False) -> Outcome:
 
 
 def _compare(simulation: Simulation, steps: int) -> None:
-    """A hook that says no must leave vLLM's schedule as it is."""
+    """A hook that is not needed, or says no, must leave vLLM's schedule as it is."""
     plain = Simulation(simulation.scenario, with_hook=False)
     try:
         plain.run(steps)

@@ -25,7 +25,14 @@ from pd_integration.sim.clock import Clock
 from pd_integration.sim.configs import block_hash, kv_cache_config, layers_of, structured_output_manager, vllm_config
 from pd_integration.sim.copies import SimulatedPath, simulated_device, virtual_time
 from pd_integration.sim.errors import Violation
-from pd_integration.sim.features import ManagerWatch, note_memory, note_scenario, note_stats, note_step
+from pd_integration.sim.features import (
+    ManagerWatch,
+    note_memory,
+    note_scenario,
+    note_stats,
+    note_step,
+    watch_standstills,
+)
 from pd_integration.sim.memory import RankMemory
 from pd_integration.sim.model import Model, StepPlan
 from pd_integration.sim.rank import HOST_SECONDS, Rank
@@ -89,6 +96,7 @@ class Simulation:
             self._random("clients"),
         )
         self._aggregator = KVOutputAggregator.from_connector(self.ranks[0].connector, scenario.ranks)
+        watch_standstills(self.scheduler, self.features)
         self._watch = ManagerWatch(self.connector.manager, self.features)
         note_scenario(self.features, scenario, scenario.least_blocks)
         self._in_flight: deque[StepPlan] = deque()

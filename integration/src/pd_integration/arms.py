@@ -120,11 +120,13 @@ def run_arm(
 ) -> ArmRun:
     """The workload through the proxy of ``pair``, whose Decode runs as ``arm`` says.
 
-    A failure comes with what Prefill and Decode logged last: there one finds a transfer that failed.
+    A failure comes with what the servers logged last: there one finds a transfer that failed. ServerError if one of
+    them died, WorkloadError otherwise.
     """
     try:
         results, offload, samples = asyncio.run(_drive(pair, arm, requests, concurrency, on_tokens))
     except WorkloadError as error:
+        pair.check()  # a death explains more than the broken request that it caused
         logs = "\n".join(server.log_tail() for server in (pair.prefill, pair.decode, pair.proxy))
         raise WorkloadError(f"{arm.name}: {error}\n{logs}") from error
     return ArmRun(arm, results, read_trace(pair.trace), offload, samples)

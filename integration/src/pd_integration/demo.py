@@ -102,8 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with terminate_as_interrupt():
             outcome = run(Settings(), args.run_dir, Progress(console))
     except (ServerError, WorkloadError) as error:
-        console.print(f"The demo could not run to its end. {error}", style="red", markup=False, highlight=False)
-        console.print(f"All logs: {args.run_dir}", markup=False)
+        console.print(f"The demo could not run to its end. {error}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"All logs: {args.run_dir}", markup=False, highlight=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
         console.print("Interrupted; every server is stopped.")

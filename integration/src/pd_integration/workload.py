@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 
@@ -47,15 +48,16 @@ class Result:
         Tokens that come within `SAME_ARRIVAL_S` are one arrival (a busy server sends several events at a time): they
         share the time since the arrival before.
         """
-        arrivals: list[list[float]] = []  # [time, tokens]
+        arrivals: list[tuple[float, int]] = []  # time, tokens
         for t, count in zip(self.times, self.counts, strict=True):
             if arrivals and t - arrivals[-1][0] < SAME_ARRIVAL_S:
-                arrivals[-1][1] += count
+                first, before = arrivals.pop()
+                arrivals.append((first, before + count))
             else:
-                arrivals.append([t, count])
-        latencies = []
-        for (before, _), (t, count) in itertools.pairwise(arrivals):
-            latencies += [(t - before) / count] * int(count)
+                arrivals.append((t, count))
+        latencies: list[float] = []
+        for (earlier, _), (t, count) in itertools.pairwise(arrivals):
+            latencies += [(t - earlier) / count] * count
         return latencies
 
 
@@ -113,8 +115,9 @@ async def run(
         watcher = asyncio.create_task(watch())
         work = [asyncio.create_task(one(session, request)) for request in requests]
         results = asyncio.gather(*work)
+        either: list[asyncio.Future[Any]] = [results, watcher]
         try:
-            await asyncio.wait([results, watcher], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if watcher.done():
                 watcher.result()
             return await results

@@ -1,15 +1,18 @@
 """Inside vLLM's MultiConnector: in either position, and beside a connector that claims the same requests."""
 
+from types import SimpleNamespace
+
 import pytest
 from conftest import BLOCK_BYTES, transfer_config
 from sibling_connector import SiblingConnector
 from test_connector import TIGHT, load
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorPromMetrics
 from vllm.engine.arg_utils import EngineArgs
 
 from offload_connector.config import PER_RANK
 from offload_connector.metrics import OffloadStats
-from offload_connector.plugin import NAME, put_first, register
+from offload_connector.plugin import NAME, known_only, put_first, register
 
 SIBLING = {
     "kv_connector": "SiblingConnector",
@@ -103,3 +106,14 @@ def test_registering_twice_changes_nothing():
     once = EngineArgs.create_engine_config
     register()
     assert EngineArgs.create_engine_config is once
+
+
+def test_a_sibling_without_metrics_does_not_end_the_server():
+    """vLLM's MooncakeConnector reports a failed transfer but exports no metrics; ours are exported all the same."""
+    observed = []
+    metrics = MultiKVConnectorPromMetrics.__new__(MultiKVConnectorPromMetrics)
+    metrics._prom_metrics = {NAME: SimpleNamespace(observe=lambda data, engine: observed.append((data, engine)))}
+    known_only()
+    known_only()
+    metrics.observe({"MooncakeConnector": {"num_failed_recvs": 1}, NAME: {"blocks_stored": {"": 3}}}, 2)
+    assert observed == [({"blocks_stored": {"": 3}}, 2)]

@@ -1,4 +1,4 @@
-"""The vLLM plugin: the connector by its short name, and ahead of its siblings in a MultiConnector."""
+"""The vLLM plugin: the connector by its short name, ahead of its siblings in a MultiConnector, and safe beside them."""
 
 import functools
 from typing import Any
@@ -28,6 +28,26 @@ def put_first(transfer: KVTransferConfig | None) -> None:
         transfer.kv_connector_extra_config["connectors"] = ordered
 
 
+def known_only() -> None:
+    """Let MultiConnector export the metrics of its children that have some, and pass over the others.
+
+    vLLM 0.32 takes it for an error when a child reports statistics and exports no metrics, as its MooncakeConnector
+    does: the first failed transfer would end the API server, and only where a MultiConnector brings us in.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorPromMetrics
+
+    observe = MultiKVConnectorPromMetrics.observe
+    if hasattr(observe, "_offload_connector"):
+        return
+
+    @functools.wraps(observe)
+    def observe_known(self: MultiKVConnectorPromMetrics, data: dict[str, Any], engine_idx: int = 0) -> None:
+        observe(self, {name: stats for name, stats in data.items() if name in self._prom_metrics}, engine_idx)
+
+    observe_known._offload_connector = True  # type: ignore[attr-defined]
+    MultiKVConnectorPromMetrics.observe = observe_known  # type: ignore[method-assign]
+
+
 def register() -> None:
     """Entry point `vllm.general_plugins`; vLLM calls it in every process, possibly more than once."""
     if NAME not in KVConnectorFactory._registry:
@@ -40,6 +60,7 @@ def register() -> None:
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
         vllm_config = create(self, *args, **kwargs)
         put_first(vllm_config.kv_transfer_config)
+        known_only()
         return vllm_config
 
     create_engine_config._offload_connector = True  # type: ignore[attr-defined]

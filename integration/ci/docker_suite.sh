@@ -9,7 +9,8 @@
 #   CI_DOCKER=1        fail where the suite can't run, rather than leave it out
 #   BASE=IMAGE         base image (default: the Dockerfile's)
 #   PYTHON=PATH        a Python with pytest, aiohttp and pd-integration for the fault tests (default: python3)
-#   WORK_DIR=DIR       the engine's data and the log files (default: a new temporary directory)
+#   WORK_DIR=DIR       log files, and the images of an engine started here, which a later run uses again (default: a
+#                      temporary directory, of which the log files stay)
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -33,6 +34,12 @@ compose() {
   fi
 }
 
+limited() { # limited SECONDS COMMAND...: a command or function of this script, with a time-out
+  local seconds=$1
+  shift
+  timeout "$seconds" bash -c "$(declare -f compose); project=$project; \"\$@\"" limited "$@"
+}
+
 stop_pid() { # stop_pid PID SECONDS: SIGTERM, then SIGKILL for what is left
   local waited=0
   kill "$1" 2>/dev/null || return 0
@@ -46,13 +53,13 @@ clean_up() {
   local status=$?
   trap - EXIT
   if docker info >/dev/null 2>&1; then
-    (cd "$compose_dir" && timeout 120 bash -c "$(declare -f compose); project=$project; compose down -v --remove-orphans") \
-      >>"$work/compose-down.log" 2>&1 || say "compose down failed, see $work/compose-down.log"
+    (cd "$compose_dir" && limited 120 compose down -v) >"$work/down.log" 2>&1 || say "down failed, see $work/down.log"
   fi
   [[ -z $wheels_pid ]] || stop_pid "$wheels_pid" 5
   if [[ -n $engine_pid ]]; then
     stop_pid "$engine_pid" 60
     say "the engine that this script started (pid $engine_pid) is stopped"
+    [[ -n ${WORK_DIR:-} ]] || rm -rf "$work/data" "$work/exec"
   fi
   exit "$status"
 }
@@ -72,6 +79,7 @@ start_engine() {
   setsid dockerd --iptables=false --ip6tables=false --bridge=none --data-root "$work/data" --exec-root "$work/exec" \
     --pidfile "$work/dockerd.pid" -H "$DOCKER_HOST" >"$work/dockerd.log" 2>&1 &
   engine_pid=$!
+  build_arguments=(--network=host) # an engine without a default bridge has no other for a build
   for ((i = 0; i < 300; i++)); do
     if docker info >/dev/null 2>&1; then
       say "started an engine, pid $engine_pid"
@@ -111,7 +119,7 @@ serve_wheels() {
   [[ -d $folder ]] || return 0
   port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
   "$python" -m http.server --bind 127.0.0.1 --directory "$folder" "$port" >"$work/wheels.log" 2>&1 &
-  echo $! >"$work/wheels.pid"
+  wheels_pid=$!
   printf 'find-links = http://127.0.0.1:%s/\n' "$port"
 }
 
@@ -122,18 +130,54 @@ choose_base() {
     say "$base can't be pulled: $(tail -n 1 "$work/pull.log")"
     command -v debootstrap >/dev/null || die "and there is no debootstrap to make a base image; install it"
     make_base
-    wheels_pid=$(cat "$work/wheels.pid" 2>/dev/null || true)
     base=$local_base
+    build_arguments=(--network=host) # the folders of wheels are served on the host's loopback interface
   fi
-  build_arguments=(--build-arg "BASE=$base")
+  build_arguments+=(--build-arg "BASE=$base" --build-arg "PIP_EXTRA_INDEX_URL=${PIP_EXTRA_INDEX_URL:-}")
 }
 
 # --- the run ----------------------------------------------------------------------------------------------------------
+
+build() {
+  local started=$SECONDS
+  say "building the image"
+  docker build "${build_arguments[@]}" -t pd-cpu:local -f "$compose_dir/Dockerfile" "$root" >"$work/build.log" 2>&1 \
+    || { tail -n 30 "$work/build.log" >&2; die "the build failed, see $work/build.log"; }
+  say "built in $((SECONDS - started)) s, $(docker image inspect -f '{{.Size}}' pd-cpu:local) bytes"
+}
+
+run_suite() {
+  local started=$SECONDS status=0
+  say "docker compose up --exit-code-from suite"
+  limited 1200 compose up --no-build --no-color --exit-code-from suite >"$work/suite.log" 2>&1 || status=$?
+  grep -E '^suite' "$work/suite.log" || true
+  ((status == 0)) || die "the suite failed with status $status, see $work/suite.log"
+  say "the suite passed in $((SECONDS - started)) s"
+  limited 120 compose down -v >>"$work/suite.log" 2>&1
+}
+
+run_faults() {
+  local started=$SECONDS
+  local files=(-f compose.yaml -f compose.faults.yaml)
+  say "starting the servers for the fault tests"
+  limited 900 compose "${files[@]}" up --no-build -d proxy >"$work/faults-up.log" 2>&1 \
+    || { tail -n 20 "$work/faults-up.log" >&2; die "the servers did not start, see $work/faults-up.log"; }
+  timeout 3600 "$python" -m pytest -v -m faults -p no:cacheprovider "$root/integration/tests/suite" --platform docker \
+    --proxy-url http://127.0.0.1:18000 --prefill-url http://127.0.0.1:18100 --decode-url http://127.0.0.1:18200 \
+    --compose-project "$project" | tee "$work/faults.log" || failed_faults
+  say "the fault tests passed in $((SECONDS - started)) s"
+}
+
+failed_faults() {
+  compose logs --no-color >"$work/servers.log" 2>&1 || true
+  die "the fault tests failed, see $work/faults.log and $work/servers.log"
+}
 
 main() {
   mkdir -p "$work"
   trap clean_up EXIT
   trap 'exit 130' INT TERM
+  "$python" -c 'import aiohttp, pd_integration, pytest' || die "PYTHON=$python lacks what the fault tests need"
   if ! docker info >/dev/null 2>&1; then
     if [[ ${CI_DOCKER:-0} != 1 ]]; then
       say "no Docker engine answers: the container suite is left out (CI_DOCKER=1 starts an engine)"
@@ -141,23 +185,11 @@ main() {
     fi
     start_engine
   fi
-  local started=$SECONDS
   choose_base
-  say "building the image"
-  # The host's network: an engine without a default bridge has no other for a build.
-  docker build --network=host "${build_arguments[@]}" -t pd-cpu:local -f "$compose_dir/Dockerfile" "$root" \
-    >"$work/build.log" 2>&1 || { tail -n 30 "$work/build.log" >&2; die "the build failed, see $work/build.log"; }
-  say "built in $((SECONDS - started)) s: $(docker image inspect -f '{{.Size}}' pd-cpu:local | awk '{printf "%.2f GB", $1 / 1e9}')"
-
+  build
   cd "$compose_dir"
-  started=$SECONDS
-  say "docker compose up --exit-code-from suite"
-  local status=0
-  timeout 1200 bash -c "$(declare -f compose); project=$project; compose up --no-build --exit-code-from suite" \
-    >"$work/suite.log" 2>&1 || status=$?
-  grep -E '^suite' "$work/suite.log" | tail -n 40 || true
-  ((status == 0)) || { tail -n 60 "$work/suite.log" >&2; die "the suite failed with status $status, see $work/suite.log"; }
-  say "the suite passed in $((SECONDS - started)) s"
+  run_suite
+  run_faults
 }
 
 main "$@"

@@ -43,7 +43,8 @@ class Outcome:
     Attributes:
         tokens: token ids of every request.
         preemptions: counted by vLLM.
-        offloaded: what the connector counted by name, `preempted_restored` and others; empty without it.
+        offloaded: what the connector counted by name, `preempted_restored`, `fallback host_full` and others; empty
+            without it.
         acceptance: accepted drafts of proposed ones; None without speculation.
     """
 
@@ -142,7 +143,8 @@ def _outcome(arm: Arm, tokens: list[list[int]], metrics: list[Any]) -> Outcome:
     values: dict[str, float] = {}
     for metric in metrics:
         if hasattr(metric, "value"):
-            values[metric.name] = values.get(metric.name, 0) + metric.value
+            name = " ".join([metric.name, *(metric.labels[label] for label in ("reason",) if label in metric.labels)])
+            values[name] = values.get(name, 0) + metric.value
     drafted = values.get("vllm:spec_decode_num_draft_tokens", 0)
     return Outcome(
         arm=arm,

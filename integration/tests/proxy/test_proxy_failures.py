@@ -68,6 +68,16 @@ def test_an_error_in_another_form_is_wrapped(side: str) -> None:
 
 @pytest.mark.parametrize("body", [PROMPT, STREAMED], ids=["whole", "stream"])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_an_error_without_a_reason_says_whose_log_has_it(side: str, body: dict) -> None:
+    silent = {"error": {**VLLM_ERROR["error"], "message": ""}}
+    status, failed, content, _ = fails(body, **{side: error_answer(500, silent)})
+    assert (status, failed) == (500, side)
+    assert content["error"]["message"] == f"the {side} server answered status 500 and gave no reason; its log has it"
+    assert content["error"]["type"] == VLLM_ERROR["error"]["type"]
+
+
+@pytest.mark.parametrize("body", [PROMPT, STREAMED], ids=["whole", "stream"])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_server_that_dies_is_a_502(side: str, body: dict) -> None:
     status, failed, _, _ = fails(body, **{side: drop})
     assert (status, failed) == (502, side)

@@ -71,7 +71,7 @@ def from_upstream(side: str, status: int, content: bytes, headers: Mapping[str, 
         body = None
     kind = f"answered status {status}"
     if isinstance(body, dict) and isinstance(body.get("error"), dict):
-        return ProxyError(status, "", kind=kind, side=side, body=body, headers=kept)
+        return ProxyError(status, "", kind=kind, side=side, body=_with_reason(side, status, body), headers=kept)
     # FastAPI and vLLM's key check say it in one string.
     said = (body.get("error") or body.get("detail")) if isinstance(body, dict) else None
     quoted = said if isinstance(said, str) else content.decode("utf-8", errors="replace")
@@ -83,7 +83,16 @@ def error_from_event(side: str, error: Mapping[str, Any]) -> ProxyError:
     """The error that an upstream stream began with; its `code` is the HTTP status that it would have had."""
     code = error.get("code")
     status = code if type(code) is int and 400 <= code <= 599 else int(HTTPStatus.BAD_GATEWAY)
-    return ProxyError(status, "", kind=f"its stream began with error {status}", side=side, body={"error": dict(error)})
+    body = _with_reason(side, status, {"error": dict(error)})
+    return ProxyError(status, "", kind=f"its stream began with error {status}", side=side, body=body)
+
+
+def _with_reason(side: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
+    """The body as it is, unless its error says nothing: vLLM's does when the KV of a request could not be fetched."""
+    if body["error"].get("message"):
+        return body
+    reason = f"the {side} server answered status {status} and gave no reason; its log has it"
+    return {**body, "error": {**body["error"], "message": reason}}
 
 
 def as_event(error: ProxyError) -> bytes:

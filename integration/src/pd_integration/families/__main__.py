@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,39 +17,45 @@ from rich.console import Console
 from rich.table import Table
 
 from pd_integration.families import RECIPES
-from pd_integration.families.run import AMPLE, ARMS, RECOMPUTE, REQUESTS, prepare_environment, run_arm
+from pd_integration.families.run import AMPLE, ARMS, RECOMPUTE, REQUESTS, Arm, prepare_environment, run_arm
 
 FAMILY_TIMEOUT = 900.0
 
 
-def run_family(name: str) -> list[dict]:
-    """Run one family's arms in this process; return one row per arm."""
-    recipe = RECIPES[name]
-    rows = []
-    with tempfile.TemporaryDirectory() as directory:
-        ample = None
-        for arm in ARMS:
-            if arm.async_scheduling and not recipe.async_scheduling:
-                continue
-            outcome = run_arm(recipe, arm, Path(directory))
-            ample = ample or outcome
-            row = {key: value for key, value in asdict(outcome).items() if key not in ("arm", "tokens")}
-            rows.append({"family": name, "arm": arm.name, "same": outcome.same(ample), "exact": recipe.exact, **row})
-    return rows
+def run_arms(name: str, arms: Sequence[Arm], directory: Path) -> list[dict]:
+    """Run arms of one family in this process; return what each gave, tokens and all."""
+    return [asdict(run_arm(RECIPES[name], arm, directory)) for arm in arms]
 
 
 def in_own_process(name: str, timeout: float = FAMILY_TIMEOUT) -> list[dict]:
-    """Run one family in a process of its own, since vLLM keeps state for a process's life.
+    """Run one family apart from this process, since vLLM keeps state for a process's life; return a row per arm.
 
     Raises:
         RuntimeError: it failed; with the last lines of its output.
     """
-    with tempfile.NamedTemporaryFile("r", suffix=".json") as result:
-        command = [sys.executable, "-m", "pd_integration.families", "--into", result.name, name]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout)
-        if done.returncode != 0:
-            raise RuntimeError(f"family {name!r} failed:\n" + "\n".join(done.stdout.splitlines()[-40:]))
-        return json.loads(result.read())
+    recipe = RECIPES[name]
+    arms = [arm for arm in ARMS if recipe.async_scheduling or not arm.async_scheduling]
+    outcomes: list[dict] = []
+    with tempfile.TemporaryDirectory() as directory:
+        for batch in [[arm] for arm in arms] if recipe.process_per_arm else [arms]:
+            outcomes += _spawn(name, batch, Path(directory), timeout)
+    reference = outcomes[0]["tokens"]
+    rows = []
+    for outcome in outcomes:
+        tokens, arm = outcome.pop("tokens"), outcome.pop("arm")
+        same = sum(mine == theirs for mine, theirs in zip(tokens, reference, strict=True))
+        rows.append({"family": name, "arm": arm["name"], "same": same, "exact": recipe.exact, **outcome})
+    return rows
+
+
+def _spawn(name: str, arms: Sequence[Arm], directory: Path, timeout: float) -> list[dict]:
+    result = directory / "outcomes.json"
+    command = [sys.executable, "-m", "pd_integration.families", "--into", str(result), name]
+    command += [f"--arm={arm.name}" for arm in arms]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout)
+    if done.returncode != 0:
+        raise RuntimeError(f"family {name!r} failed:\n" + "\n".join(done.stdout.splitlines()[-40:]))
+    return json.loads(result.read_text())
 
 
 def table(rows: list[dict]) -> Table:
@@ -72,13 +79,15 @@ def main() -> None:
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"one of: {', '.join(RECIPES)} (default: all)")
     parser.add_argument("--output", type=Path, default=Path("reports/families.json"))
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--arm", action="append", help=argparse.SUPPRESS)
     options = parser.parse_args()
     for name in options.families:
         if name not in RECIPES:
             parser.error(f"unknown family {name!r}: choose from {', '.join(RECIPES)}")
     if options.into is not None:
         prepare_environment()
-        options.into.write_text(json.dumps(run_family(options.families[0])))
+        arms = [arm for arm in ARMS if arm.name in options.arm]
+        options.into.write_text(json.dumps(run_arms(options.families[0], arms, options.into.parent)))
         return
     console = Console()
     rows = []

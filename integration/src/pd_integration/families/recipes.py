@@ -22,6 +22,7 @@ class Recipe:
         async_scheduling: whether vLLM runs it with async scheduling.
         exact: whether plain vLLM gives the same tokens whatever else is in the batch. Where it does not, restored KV is
             compared byte by byte alone.
+        process_per_arm: whether vLLM can make such an engine only once in a process.
         prompt: characters, that is tokens, of each prompt.
     """
 
@@ -31,6 +32,7 @@ class Recipe:
     engine: dict[str, Any] = field(default_factory=dict)
     async_scheduling: bool = True
     exact: bool = True
+    process_per_arm: bool = False
     prompt: int = 75
 
     def write(self, directory: Path) -> Path:
@@ -89,7 +91,7 @@ RECIPES: dict[str, Recipe] = {
     "qwen3-next (GDN)": Recipe(30, "qwen3-next", engine=BF16),
     "qwen3-next, prefix caching": Recipe(40, "qwen3-next", engine={**BF16, "enable_prefix_caching": True}),
     "deepseek-v2 (MLA)": Recipe(60, "deepseek-v2", engine={"block_size": 16}, exact=False),
-    "llama, n-gram": Recipe(48, speculative=lambda model, _: NGRAM, async_scheduling=False),
+    "llama, n-gram": Recipe(48, speculative=lambda model, _: NGRAM, async_scheduling=False, process_per_arm=True),
     "llama, draft model": Recipe(
         96, speculative=lambda model, _: {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
     ),

@@ -54,10 +54,6 @@ class Outcome:
     offloaded: dict[str, float] = field(default_factory=dict)
     acceptance: float | None = None
 
-    def same(self, other: Outcome) -> int:
-        """Return how many requests have the same tokens in both."""
-        return sum(mine == theirs for mine, theirs in zip(self.tokens, other.tokens, strict=True))
-
 
 def prepare_environment() -> None:
     """Run the whole engine in this process, on the CPU, offline. Call it before vLLM is imported."""

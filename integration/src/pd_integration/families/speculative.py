@@ -79,7 +79,7 @@ def write_mimo(directory: Path, seed: int = 0) -> Path:
     }
     extra[f"{layer}input_proj.weight"] = torch.cat([torch.eye(HIDDEN), _noise(seed)], dim=1)
     change = {"architectures": ["MiMoForCausalLM"], "num_hidden_layers": 3, "num_nextn_predict_layers": 1}
-    _rewrite(directory, change, "model.layers.3.", layer, extra)
+    _rewrite(directory, {**change, "layer_types": ["full_attention"] * 3}, "model.layers.3.", layer, extra)
     return directory
 
 

@@ -9,6 +9,7 @@ import shlex
 import sys
 import time
 from collections import Counter
+from typing import Any
 
 from pd_integration.sim.features import REQUIRED
 from pd_integration.sim.runs import Outcome, overrides, run, shrink
@@ -107,7 +108,8 @@ def _replay(options: argparse.Namespace) -> int:
     unknown = changes.keys() - {field.name for field in dataclasses.fields(Scenario)}
     if unknown:
         sys.exit(f"--set: a scenario has no {', '.join(sorted(unknown))}")
-    scenario = dataclasses.replace(scenario.only(clients, resets), **{k: _value(v) for k, v in changes.items()})
+    values: dict[str, Any] = {name: _value(word) for name, word in changes.items()}
+    scenario = dataclasses.replace(scenario.only(clients, resets), **values)
     outcome = run(scenario, options.steps, compare=True)
     _describe(scenario, outcome)
     return 0 if outcome.kind is None else 1

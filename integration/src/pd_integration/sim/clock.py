@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from pd_integration.sim.errors import Violation
@@ -144,7 +145,7 @@ class Stream:
                     resume()
             elif kind == "work" and what:
                 self._busy = True
-                self._clock.after(self._start_delay(), lambda parts=what: self._work(parts))
+                self._clock.after(self._start_delay(), partial(self._work, what))
                 return
 
     def _work(self, parts: deque[Part]) -> None:
@@ -160,6 +161,10 @@ class Stream:
         self._clock.after(seconds, finish)
 
 
+_Stream = Stream
+"""The class, where DeviceModule's method of the same name hides it."""
+
+
 class DeviceModule:
     """What torch.cuda and torch.npu offer, as far as npu_copy uses it: one device of virtual streams."""
 
@@ -168,16 +173,16 @@ class DeviceModule:
         self._start_delay = start_delay
         self.compute = Stream(clock, start_delay)
 
-    def Stream(self, device: object = None) -> Stream:
+    def Stream(self, device: object = None) -> _Stream:
         return Stream(self._clock, self._start_delay)
 
     def Event(self, enable_timing: bool = False) -> Event:
         return Event(self._clock)
 
-    def current_stream(self, device: object = None) -> Stream:
+    def current_stream(self, device: object = None) -> _Stream:
         return self.compute
 
-    def stream(self, stream: Stream) -> _Nothing:
+    def stream(self, stream: _Stream) -> _Nothing:
         """torch's context manager that makes a stream current; the copies here name theirs."""
         return _Nothing()
 

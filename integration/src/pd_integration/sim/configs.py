@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
@@ -123,9 +123,9 @@ def _spec(group: KVGroup, scenario: Scenario) -> KVCacheSpec:
     if group.kind is GroupKind.FULL:
         return FullAttentionSpec(**attention)
     if group.kind is GroupKind.SLIDING_WINDOW:
-        return SlidingWindowSpec(**attention, sliding_window=group.window)
+        return SlidingWindowSpec(**attention, sliding_window=group.window or 0)
     if group.kind is GroupKind.CHUNKED_LOCAL:
-        return ChunkedLocalAttentionSpec(**attention, attention_chunk_size=group.window)
+        return ChunkedLocalAttentionSpec(**attention, attention_chunk_size=group.window or 0)
     return MambaSpec(
         block_size=group.block_size,
         shapes=((64,),),
@@ -136,7 +136,7 @@ def _spec(group: KVGroup, scenario: Scenario) -> KVCacheSpec:
     )
 
 
-def _mamba_mode(scenario: Scenario) -> str:
+def _mamba_mode(scenario: Scenario) -> Literal["align", "none"]:
     return "align" if "aligned" in scenario.model else "none"
 
 

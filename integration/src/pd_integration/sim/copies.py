@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterator
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -64,7 +65,7 @@ class SimulatedPath:
         share = -(-max(1, len(pieces)) // 3)
         parts: list[tuple[float, Callable[[], None]]] = [(0.0, lambda: self._memory.start_copy(copy))]
         for i in range(0, len(pieces), share):
-            parts.append((seconds / 3, lambda some=pieces[i : i + share]: _move(some)))
+            parts.append((seconds / 3, partial(_move, pieces[i : i + share])))
         error = CopyFailed(f"simulated failure of a {plan.direction.value}") if fails else None
         # A driver may refuse a copy when it is queued, or the device may report it when it was to be done.
         at_once = fails and self._random.random() < 0.5

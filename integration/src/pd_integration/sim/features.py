@@ -121,7 +121,7 @@ def watch_standstills(scheduler: Scheduler, features: Counter[str]) -> None:
         features["standstill resolved"] += 1
         resolve()
 
-    scheduler._resolve_standstill = watched  # type: ignore[method-assign]
+    scheduler._resolve_standstill = watched  # type: ignore[method-assign,assignment]
 
 
 class ManagerWatch:
@@ -146,17 +146,17 @@ class ManagerWatch:
             features["asked while storing"] += answer[0] is None
             return answer
 
-        def watched_allocated(request: Request, block_ids: Sequence[Sequence[int]], num_external: int) -> None:
+        def watched_allocated(request: Request, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
             loads = query(request, 0)
-            if num_external and loads[0]:
+            if num_external_tokens and loads[0]:
                 features["load behind the step" if loads[1] else "load within a step"] += 1
-                features["restored beside a prefix hit"] += num_external < loads[0]
+                features["restored beside a prefix hit"] += num_external_tokens < loads[0]
                 self._restored.add(request.request_id)
-            allocated(request, block_ids, num_external)
+            allocated(request, block_ids, num_external_tokens)
 
-        manager.keep = watched_keep  # type: ignore[method-assign]
-        manager.restorable_tokens = watched_query  # type: ignore[method-assign]
-        manager.allocated = watched_allocated  # type: ignore[method-assign]
+        manager.keep = watched_keep  # type: ignore[method-assign,assignment]
+        manager.restorable_tokens = watched_query  # type: ignore[method-assign,assignment]
+        manager.allocated = watched_allocated  # type: ignore[method-assign,assignment]
         self._manager = manager
 
     def _saved(self, request: Request, num_computed_tokens: int, before: PoolUsage) -> None:

@@ -42,24 +42,25 @@ class Forward:
 
     def run(self) -> None:
         """Executed by the compute stream: all at once, at the end of its time."""
-        attention, states = [], []
+        attention: list[_Attention] = []
+        states: list[tuple[Row, StateAccess]] = []
         for row in self._plan.rows:
             for g, group in enumerate(self._layers.groups):
                 if group.kind is not GroupKind.RECURRENT:
                     attention.append(_Attention(row, g, group))
                 elif not self._drafter:
                     assert row.state is not None
-                    access = StateAccess(self._memory, self._plan.epoch, g, row.tables[g], row.text, row.state)
-                    states.append((row, access))
-        reads = [a.reads for a in attention] + [access.reads for _, access in states]
-        writes = [a.writes for a in attention] + [access.writes for _, access in states]
+                    state = StateAccess(self._memory, self._plan.epoch, g, row.tables[g], row.text, row.state)
+                    states.append((row, state))
+        reads = [a.reads for a in attention] + [state.reads for _, state in states]
+        writes = [a.writes for a in attention] + [state.writes for _, state in states]
         self._memory.compute_access(self._order, frozenset().union(*reads), frozenset().union(*writes), self._what)
         poisoned: set[str] = set()
         # A state is read before it is written in place; attention sees what this step writes for other requests.
-        for row, access in states:
-            if not access.check(self._slots, self._describe(row)):
+        for row, state in states:
+            if not state.check(self._slots, self._describe(row)):
                 poisoned.add(row.text.request_id)
-            access.write(self._slots)
+            state.write(self._slots)
         for access in attention:
             self._write(access)
         for access in attention:
@@ -94,9 +95,9 @@ class Forward:
 
     def _spoil(self, attention: list[_Attention], states: list[tuple[Row, StateAccess]], poisoned: set[str]) -> None:
         """What is computed from the remains of a failed load is as bad."""
-        for row, access in states:
+        for row, state in states:
             if row.text.request_id in poisoned:
-                access.write(self._slots, poisoned=True)
+                state.write(self._slots, poisoned=True)
         for access in attention:
             row = access.row
             if row.text.request_id in poisoned:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 from block_mapper import GroupKind, KVGroup
 
@@ -77,7 +77,7 @@ class Scenario:
     fail_stores: float
     fail_loads: float
     fail_remote: float
-    failure_policy: str
+    failure_policy: Literal["recompute", "fail"]
     store_seconds: float
     load_seconds: float
     remote_seconds: float

@@ -17,9 +17,11 @@ class LoadingConnector(SilentConnector):
     def __init__(self, vllm_config, role, kv_cache_config):
         super().__init__(vllm_config, role, kv_cache_config)
         self.asked = set()
+        self.offered = []
         self.started = []
 
     def update_state_before_preempt(self, request, block_ids, num_computed_tokens):
+        self.offered.append((request.request_id, [list(ids) for ids in block_ids], num_computed_tokens))
         return False
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
@@ -74,6 +76,25 @@ def test_loaded_requests_do_not_hold_each_other_up_for_ever(stuck, policy):
     engine.run(max_steps=60)
     assert {name: len(tokens) for name, tokens in engine.outputs.items()} == {"a": 12, "b": 12}
     assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 10
+
+
+def test_what_gives_way_is_offered_to_the_hook_with_what_its_load_brought(stuck):
+    engine = stuck()
+    for name in "ab":
+        engine.add(name, range(LOADED + 1), 12)
+    tables = {}
+    for _ in range(60):
+        for name in "ab":
+            tables.setdefault(name, [list(ids) for ids in engine.scheduler.kv_cache_manager.get_block_ids(name)])
+        engine.step()
+        if engine.scheduler.connector.offered:
+            break
+        tables = {}
+    ((name, blocks, num_computed),) = engine.scheduler.connector.offered
+    assert (blocks, num_computed) == (tables[name], LOADED)
+    engine.run(max_steps=60)
+    offered = len(engine.scheduler.connector.offered)
+    assert engine.scheduler.recompute_counters == {"preempted": offered, "recomputed": offered}
 
 
 def test_a_failed_load_gives_its_blocks_back_behind_one_that_cannot_run(stuck):

@@ -38,7 +38,7 @@ try:
         UniformTypeKVCacheSpecs,
     )
     from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
+    from vllm.v1.request import Request, RequestStatus
 except ImportError as error:
     raise ImportError(f"offload-connector needs {SUPPORTED} in this environment: {error}") from error
 
@@ -69,6 +69,7 @@ __all__ = [
     "PromMetric",
     "PromMetricT",
     "Request",
+    "RequestStatus",
     "SchedulerOutput",
     "SlidingWindowSpec",
     "SupportsHMA",

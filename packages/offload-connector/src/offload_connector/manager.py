@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from block_mapper import GroupKind, HostPool, HostPoolFull, JobDone, KVGroup, SavedRequests, State, UnsupportedGroup
+from block_mapper import HostPool, HostPoolFull, JobDone, KVGroup, SavedRequests, State, UnsupportedGroup
 from offload_connector._vllm import (
     KVCacheConfig,
     KVCacheEvent,
     Request,
+    RequestStatus,
     SchedulerOutput,
     VllmConfig,
     hash_block_size,
@@ -29,12 +30,9 @@ from offload_connector.metadata import OffloadMetadata, OffloadWorkerMetadata
 from offload_connector.metrics import OffloadStats
 from offload_connector.plans import LOAD_BEHIND, LOAD_NOW, STORE, Plans
 from offload_connector.prefix_hashes import PrefixHashes
+from offload_connector.within_step import WithinStep
 
 logger = init_logger("vllm.offload_connector")
-
-LOAD_WITHIN_STEP_BYTES = 32 << 20
-"""Loads up to this size run within their step. At 20 GB/s, an A3 card's host link, they hold it up for 1.6 ms; a load
-behind the step costs its request one step more at least, 20 to 50 ms for the models this is for."""
 
 
 @dataclass
@@ -58,6 +56,7 @@ class OffloadManager:
         refusal: why nothing is ever kept for this model, or None.
         prefix_hashes: where saved requests share blocks of the same prefix; None where they do not.
         publish_events: tell of such blocks by KV cache events.
+        within_step: which loads run within their step; None: those that can where steps do not overlap.
         clock: monotonic seconds.
     """
 
@@ -68,6 +67,7 @@ class OffloadManager:
         refusal: str | None = None,
         prefix_hashes: PrefixHashes | None = None,
         publish_events: bool = False,
+        within_step: WithinStep | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._groups = groups
@@ -75,6 +75,7 @@ class OffloadManager:
         self._publish_events = publish_events and prefix_hashes is not None
         self._events: HostBlockEvents | None = None
         self._world_size = world_size
+        self._within_step = within_step or WithinStep(groups)
         self._refusal = refusal
         self._clock = clock
         self._stats = OffloadStats()
@@ -105,7 +106,16 @@ class OffloadManager:
             hashes = PrefixHashes(groups, kv_cache_config, hash_block_size(kv_cache_config))
         events = vllm_config.kv_events_config
         publish_events = events is not None and events.enable_kv_cache_events
-        return cls(groups, world_size, prefix_hashes=hashes, publish_events=publish_events)
+        within_step = WithinStep(
+            groups,
+            prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+            overlapping_steps=vllm_config.max_concurrent_batches > 1,
+        )
+        return cls(groups, world_size, None, hashes, publish_events, within_step)
+
+    def set_load_failure_policy(self, recompute: bool) -> None:
+        """Take note of what becomes of a request whose load fails: it is computed again, or ends with an error."""
+        self._within_step.set_failure_policy(recompute)
 
     # The preemption hook
 
@@ -113,7 +123,7 @@ class OffloadManager:
         """Plan the store of a request that is preempted in this step. False: nothing is kept and nothing has changed.
 
         Args:
-            request: still running.
+            request: still running; or waiting with KV in blocks of its own, which it gives up.
             block_ids: its device block table per KV cache group.
             num_computed_tokens: tokens that the engine has scheduled to be in those blocks.
         """
@@ -133,6 +143,9 @@ class OffloadManager:
             return "not_ready"
         if num_tokens <= 0:
             return "nothing_computed"
+        if self._last_steps is not None and request.status is not RequestStatus.RUNNING:
+            # Which slot holds its recurrent state follows from its last step, and it may not have had one.
+            return "unsupported"
         if request.skip_reading_prefix_cache:
             if not self._told_of_prompt_logprobs:
                 self._told_of_prompt_logprobs = True
@@ -224,11 +237,7 @@ class OffloadManager:
         return self._saved.restorable_tokens(request.request_id, request.num_tokens - 1) or 0
 
     def _loads_within_step(self, req_id: str) -> bool:
-        # When a load within a step fails, vLLM takes its request back to the first bad block. It finds the request by
-        # block ids, so with one group only; and only full attention has everything that the tokens from there on need.
-        if [group.kind for group in self._groups] != [GroupKind.FULL]:
-            return False
-        return self._preemptions[req_id].num_blocks * self._announced.block_bytes <= LOAD_WITHIN_STEP_BYTES
+        return self._within_step.allows(self._preemptions[req_id].num_blocks * self._announced.block_bytes)
 
     def allocated(self, request: Request, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
         """Plan the load of a request for which vLLM has just allocated blocks.

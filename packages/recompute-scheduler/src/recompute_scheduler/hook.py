@@ -22,7 +22,8 @@ class PreemptionHook(Protocol):
         """Keep the KV cache of `request`, whose device blocks vLLM frees right after this call.
 
         Args:
-            request: the request about to be preempted, still RUNNING.
+            request: the request about to be preempted, still RUNNING; or one that waits with KV in blocks of its own
+                and gives them up, because requests that wait hold the whole cache.
             block_ids: its block table, one list of device block ids per KV cache group; 0 is the null block.
             num_computed_tokens: tokens whose KV the engine has scheduled to be in those blocks.
 
@@ -34,6 +35,19 @@ class PreemptionHook(Protocol):
 
     def reset_cache(self) -> bool | None:
         """Forget what was kept: its KV is no longer valid. vLLM's connectors have it; None says there is no cache."""
+        ...
+
+
+@runtime_checkable
+class HeedsLoadFailurePolicy(Protocol):
+    """What the scheduler calls once, at the start, on a hook that has it."""
+
+    def set_load_failure_policy(self, recompute: bool) -> None:
+        """Say what becomes of a request whose KV could not be loaded: it is computed again, or ends with an error.
+
+        Either way a step in which the load failed puts out nothing for it. With overlapping steps only the end is
+        complete: a token that the next step computes on top is dropped with the request, not otherwise.
+        """
         ...
 
 

@@ -14,7 +14,7 @@ from recompute_scheduler._vllm import (
 from recompute_scheduler.activation import Activation, decide
 from recompute_scheduler.fallback import FALLBACK, STOP_REASON, Fallback
 from recompute_scheduler.headroom import Headroom
-from recompute_scheduler.hook import HOOK, PreemptionHook, find_hooks
+from recompute_scheduler.hook import HOOK, HeedsLoadFailurePolicy, PreemptionHook, find_hooks
 from recompute_scheduler.standstill import is_at_standstill, resolve
 
 logger = init_logger("vllm.recompute_scheduler")
@@ -49,6 +49,9 @@ class RecomputePreemption:
                     "by vLLM. Add RecomputeCPUOffloadConnector to kv-transfer-config to keep their KV cache.",
                     HOOK,
                 )
+        for hook in self._hooks:
+            if isinstance(hook, HeedsLoadFailurePolicy):
+                hook.set_load_failure_policy(self.recompute_kv_load_failures)  # type: ignore[attr-defined]
         self._fallback = Fallback.from_vllm(self.vllm_config)  # type: ignore[attr-defined]
         manager = self.kv_cache_manager  # type: ignore[attr-defined]
         self._headroom = Headroom(self.kv_cache_config, manager.watermark_blocks)  # type: ignore[attr-defined]
@@ -71,13 +74,17 @@ class RecomputePreemption:
         return scheduled
 
     def _resolve_standstill(self) -> None:
-        request = resolve(self)  # type: ignore[arg-type]
-        if request is not None:
-            logger.warning(
-                "Loaded requests hold the whole KV cache and none can go on: request %s gives its blocks up and is "
-                "recomputed",
-                request.request_id,
-            )
+        resolve(self, self._give_up)  # type: ignore[arg-type]
+
+    def _give_up(self, request: Request) -> None:
+        kept = bool(self._hooks) and self._keep(request)
+        if not kept:
+            self.recompute_counters["recomputed"] += 1
+        logger.warning(
+            "Waiting requests hold the whole KV cache and none can go on: request %s gives its blocks up and is %s",
+            request.request_id,
+            "saved" if kept else "recomputed",
+        )
 
     def _blocks_to_keep_free(self) -> int:
         if self.finished_recving_kv_req_ids:  # type: ignore[attr-defined]

@@ -1,9 +1,12 @@
-"""Requests whose loads have come and that hold each other up.
+"""Requests that wait with blocks of their own and hold each other up.
 
 A load behind the step takes its blocks before its request can run. vLLM lets a load in only when the loads before it
 keep room to go on, but its estimate falls short for windows, and a request whose load has failed gives its blocks back
-only once it is at the head of the queue. Then each waits for blocks of another, nothing runs, and nothing ever will.
+only once it is at the head of the queue. A session of streaming input that waits for its
+next turn holds its blocks too. Then each waits for blocks of another, nothing runs, and nothing ever will.
 """
+
+from collections.abc import Callable
 
 from recompute_scheduler._vllm import PauseState, Request, RequestStatus, Scheduler
 
@@ -22,23 +25,28 @@ def is_at_standstill(scheduler: Scheduler) -> bool:
     )
 
 
-def resolve(scheduler: Scheduler) -> Request | None:
-    """Let the queue move again. Return the request that gave up its blocks and must be computed again, if need be."""
+def resolve(scheduler: Scheduler, give_up: Callable[[Request], None]) -> None:
+    """Let the queue move again.
+
+    Args:
+        scheduler: at a standstill.
+        give_up: called with the request that gives up its blocks, if one must: its KV can still be saved.
+    """
     holding = _holding(scheduler)
     # The load of these has failed: they hold nothing, and do not belong in front of those that do.
     without_blocks = [r for r in holding if r.num_computed_tokens == 0 and _is_ready(r)]
     if without_blocks:
         for request in reversed(without_blocks):
             _requeue(scheduler, request)
-        return None
+        return
     last = holding[-1]
     if not _is_ready(last):
         scheduler._handle_blocked_waiting_request(last)
+    give_up(last)
     scheduler.kv_cache_manager.free(last)
     scheduler._inflight_prefills.discard(last)
     last.num_computed_tokens = 0
     _requeue(scheduler, last)
-    return last
 
 
 def _holding(scheduler: Scheduler) -> list[Request]:

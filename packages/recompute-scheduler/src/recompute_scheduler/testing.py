@@ -25,6 +25,7 @@ from recompute_scheduler._vllm import EngineCoreOutput, Request, Scheduler, Vllm
 
 BLOCK_SIZE = 16
 VOCABULARY = 512
+_REQUEST_OPTIONS = ("priority", "arrival_time", "mm_features", "resumable")
 
 
 def make_config(*, async_scheduling: bool = False, **engine_args: Any) -> VllmConfig:
@@ -109,13 +110,20 @@ class ScriptedEngine:
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
 
     def add(self, request_id: str, prompt: Sequence[int], max_tokens: int, **options: Any) -> Request:
-        """Queue a request; `options` are SamplingParams fields, or `priority`, or `arrival_time`."""
-        attributes = {name: options.pop(name) for name in ("priority", "arrival_time") if name in options}
+        """Queue a request, or the next input of one that is `resumable`.
+
+        Args:
+            request_id: of the request.
+            prompt: token ids.
+            max_tokens: tokens to put out.
+            options: SamplingParams fields, or one of Request's: see `_REQUEST_OPTIONS`.
+        """
+        attributes = {name: options.pop(name) for name in _REQUEST_OPTIONS if name in options}
         options.setdefault("temperature", 0.0)
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **options)
         request = Request(request_id, list(prompt), params, None, block_hasher=self._hasher, **attributes)
         self.scheduler.add_request(request)
-        self.outputs[request_id] = []
+        self.outputs.setdefault(request_id, [])
         return request
 
     def step(self) -> SchedulerOutput:

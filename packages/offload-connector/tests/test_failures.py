@@ -4,16 +4,18 @@ import numpy as np
 import pytest
 import torch
 from test_connector import TIGHT, assert_empty, counters, load, manager
+from vllm.v1.engine import FinishReason
+from vllm.v1.request import RequestStatus
 
 from npu_copy import CopyResult, Direction
 from offload_connector import worker as worker_module
-from offload_connector.manager import LOAD_WITHIN_STEP_BYTES
+from offload_connector.within_step import LOAD_WITHIN_STEP_BYTES
 
 
 @pytest.fixture
 def loads_behind(monkeypatch):
     """Every load runs behind its step."""
-    monkeypatch.setattr("offload_connector.manager.LOAD_WITHIN_STEP_BYTES", 0)
+    monkeypatch.setattr("offload_connector.within_step.LOAD_WITHIN_STEP_BYTES", 0)
 
 
 def failing(engine, direction, every=2, rank=0):
@@ -60,26 +62,33 @@ def test_a_failed_load_behind_the_step_is_recomputed(make_engine, loads_behind, 
     assert_empty(engine)
 
 
-def test_a_failed_load_within_the_step_is_recomputed_or_stops_the_engine(make_engine, mode):
+def test_a_failed_load_is_recomputed_however_it_ran(make_engine):
     engine = make_engine(TIGHT)
     failed = failing(engine, Direction.LOAD)
     load(engine, requests=8)
-    if mode == "async":
-        with pytest.raises(RuntimeError, match="the engine must stop: injected"):
-            engine.run()
-        return
     engine.run()
     assert failed
     assert all(len(tokens) == 40 for tokens in engine.outputs.values())
     assert_empty(engine)
 
 
-def test_a_failure_within_the_step_is_known_before_its_token_goes_out(make_engine, mode):
-    """The copy is still under way when the forward has been launched: nobody may take its word before its end."""
-    engine = make_engine(TIGHT)
+def note_loads(engine):
+    """Per request, output tokens that were out when each of its loads was planned."""
+    allocated, noted = manager(engine).allocated, {}
+
+    def noting(request, block_ids, num_external_tokens):
+        if num_external_tokens:
+            noted.setdefault(request.request_id, []).append(len(engine.outputs[request.request_id]))
+        allocated(request, block_ids, num_external_tokens)
+
+    manager(engine).allocated = noting
+    return noted
+
+
+def report_late(engine):
+    """Each load is still under way when the forward has been launched: nobody may take its word before its end."""
     copies = engine.worker.connectors[0].worker._engine
-    failed, waited, late = failing(engine, Direction.LOAD), set(), []
-    poll, wait = copies.poll, copies.wait
+    poll, wait, waited, late = copies.poll, copies.wait, set(), []
 
     def poll_late():
         late.extend(poll())
@@ -93,20 +102,29 @@ def test_a_failure_within_the_step_is_known_before_its_token_goes_out(make_engin
         waited.add(job)
 
     copies.poll, copies.wait = poll_late, wait_known
-    load(engine, requests=8)
-    if mode == "async":
-        with pytest.raises(RuntimeError, match="the engine must stop: injected"):
-            engine.run()
-    else:
-        engine.run()
-        assert all(len(tokens) == 40 for tokens in engine.outputs.values())
-        assert_empty(engine)
-    assert failed
 
 
-def test_policy_fail_ends_the_request_with_an_error(make_engine, loads_behind):
-    from vllm.v1.engine import FinishReason
+@pytest.mark.parametrize("late", [False, True])
+def test_policy_fail_ends_the_request_before_a_token_of_the_failed_load_goes_out(make_engine, late):
+    engine = make_engine(TIGHT, policy="fail")
+    failed = failing(engine, Direction.LOAD)
+    loads = note_loads(engine)
+    if late:
+        report_late(engine)
+    load(engine, requests=24)
+    within = 0
+    while engine.scheduler.has_requests():
+        within += engine.step().kv_connector_metadata.load_now is not None
+    engine.run()
+    errors = [name for name, end in engine.ends.items() if end.finish_reason is FinishReason.ERROR]
+    assert within > len(failed) > 0
+    assert errors
+    assert all(len(engine.outputs[name]) == loads[name][-1] for name in errors)
+    assert all(len(tokens) == 40 for name, tokens in engine.outputs.items() if name not in errors)
+    assert_empty(engine)
 
+
+def test_policy_fail_ends_a_request_whose_load_behind_the_step_failed(make_engine, loads_behind):
     engine = make_engine(TIGHT, policy="fail")
     failed = failing(engine, Direction.LOAD)
     load(engine, requests=8)
@@ -114,6 +132,54 @@ def test_policy_fail_ends_the_request_with_an_error(make_engine, loads_behind):
     errors = [name for name, end in engine.ends.items() if end.finish_reason is FinishReason.ERROR]
     assert failed
     assert errors
+    assert_empty(engine)
+
+
+def kinds_of_loads(engine):
+    load(engine)
+    kinds = set()
+    while engine.scheduler.has_requests():
+        meta = engine.step().kv_connector_metadata
+        kinds |= {kind for kind in ("load_now", "load_behind") if getattr(meta, kind) is not None}
+    return kinds
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_overlapping_steps_load_within_the_step_only_if_a_failure_ends_the_request(make_engine, mode, policy):
+    """A token may have been computed on top of the failed one already: it can be dropped, but not computed again."""
+    behind = mode == "async" and policy == "recompute"
+    assert kinds_of_loads(make_engine(TIGHT, policy=policy)) == {"load_behind" if behind else "load_now"}
+
+
+def test_a_scheduler_that_does_not_tell_its_policy_is_taken_to_recompute(make_engine, mode, monkeypatch):
+    monkeypatch.setattr("recompute_scheduler.preemption.HeedsLoadFailurePolicy", type("Nothing", (), {}))
+    engine = make_engine(TIGHT, policy="fail")
+    assert kinds_of_loads(engine) == {"load_behind" if mode == "async" else "load_now"}
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_failed_load_leaves_nothing_in_the_prefix_cache(make_engine, policy):
+    """Its request may be gone when the failure is told, and then nobody takes its blocks back."""
+    engine = make_engine(TIGHT, policy=policy, enable_prefix_caching=True)
+    scheduler = engine.scheduler
+    failed, bad = failing(engine, Direction.LOAD, every=1), set()
+    for index in range(6):
+        engine.add(f"r{index}", range(40 * index, 40 * index + 30), 40)
+    while not failed:
+        scheduled = scheduler.schedule()
+        engine._in_flight.append((scheduled, engine.run_model(scheduled)))
+        meta = scheduled.kv_connector_metadata
+        for job in (meta.load_now, meta.load_behind):
+            if job is not None:
+                bad.update(job.pairs[:, 1].tolist())
+        if failed:
+            scheduler.finish_requests(list(scheduler.requests), RequestStatus.FINISHED_ABORTED)
+        if failed or len(engine._in_flight) >= engine._depth:
+            engine._take_in()
+    engine.run()
+    assert bad
+    pool = scheduler.kv_cache_manager.block_pool
+    assert [block for block in bad if pool.blocks[block].block_hash is not None] == []
     assert_empty(engine)
 
 
@@ -132,7 +198,7 @@ def test_large_loads_run_behind_the_step(make_engine, loads_behind):
 
 def test_small_loads_run_within_the_step(make_engine):
     assert LOAD_WITHIN_STEP_BYTES > 0
-    engine = make_engine(14)
+    engine = make_engine(14, policy="fail")
     load(engine)
     loaded = 0
     while engine.scheduler.has_requests():

@@ -46,7 +46,7 @@ class RecomputeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             self._manager = OffloadManager.from_vllm(config, vllm_config, kv_cache_config)
         else:
-            self._worker = OffloadWorker(config, kv_cache_config, vllm_config.max_concurrent_batches > 1)
+            self._worker = OffloadWorker(config, kv_cache_config)
 
     @property
     def manager(self) -> OffloadManager:
@@ -80,6 +80,13 @@ class RecomputeCPUOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_transfers(self) -> bool:
         """Whether some copy has not been reported by every rank."""
         return self.manager.has_pending_jobs()
+
+    def set_load_failure_policy(self, recompute: bool) -> None:
+        """Called once by a scheduler that ends requests, or computes them again, when a load within their step fails.
+
+        The policy stands at the top level of kv-transfer-config, where a child of MultiConnector does not see it.
+        """
+        self.manager.set_load_failure_policy(recompute)
 
     # Scheduler side
 

@@ -22,14 +22,12 @@ class OffloadWorker:
     Args:
         config: the operator's settings.
         kv_cache_config: vLLM's; its num_blocks is the number of device blocks.
-        overlapping_steps: whether vLLM schedules a step before the one before it has ended.
     """
 
-    def __init__(self, config: OffloadConfig, kv_cache_config: KVCacheConfig, overlapping_steps: bool) -> None:
+    def __init__(self, config: OffloadConfig, kv_cache_config: KVCacheConfig) -> None:
         self._config = config
         self._num_blocks = kv_cache_config.num_blocks
         self._block_strides = block_strides(kv_cache_config)
-        self._overlapping_steps = overlapping_steps
         self._stats = OffloadStats()
         self._report = OffloadWorkerMetadata()
         self._host: HostPool | None = None
@@ -111,11 +109,7 @@ class OffloadWorker:
             self._engine.submit(behind.job, behind.pairs, Direction.LOAD)
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """Return (requests whose load behind the step has ended, those among them whose load failed).
-
-        Raises:
-            RuntimeError: a load within a step failed where vLLM could not take it back any more.
-        """
+        """Return (requests whose load behind the step has ended, those among them whose load failed)."""
         if self._engine is not None:
             # What the forward computes from a failed load must be known as wrong before its tokens leave this rank.
             for job in self._loads_within:
@@ -153,15 +147,8 @@ class OffloadWorker:
         if error is not None:
             self._failed.update(load.requests)
             if within is not None:
-                self._fail_within_step(within, error)
+                self._failed_blocks.update(within.pairs[:, 1].tolist())
         return error
-
-    def _fail_within_step(self, load: CopyJob, error: BaseException) -> None:
-        # vLLM takes a request back to its last valid block when it hears of bad blocks, but with overlapping steps the
-        # next step has already been scheduled on top of them, and its token would go out.
-        if self._overlapping_steps:
-            raise RuntimeError(f"load job {load.job} failed within its step, the engine must stop: {error}") from error
-        self._failed_blocks.update(load.pairs[:, 1].tolist())
 
     def take_failed_blocks(self) -> set[int]:
         """Return the device blocks of failed loads within a step."""

@@ -14,8 +14,8 @@ from offload_connector.cli.budget import Deployment
 from offload_connector.cli.json_text import read_json
 from offload_connector.cli.lint import lint_additional, lint_transfer
 from offload_connector.config import KEYS
-from offload_connector.manager import LOAD_WITHIN_STEP_BYTES
 from offload_connector.metrics import METRICS
+from offload_connector.within_step import LOAD_WITHIN_STEP_BYTES
 from recompute_scheduler import activation, fallback
 
 ROOT = Path(__file__).parents[4]

@@ -3,7 +3,7 @@
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from npu_copy import CopyEngine, Direction
-from offload_connector.manager import OffloadManager
+from offload_connector.within_step import WithinStep
 from recompute_scheduler import RecomputePreemption
 
 
@@ -19,7 +19,24 @@ def no_wait_for_loads(monkeypatch):
 
 
 def any_single_group_loads_within_the_step(monkeypatch):
-    monkeypatch.setattr(OffloadManager, "_loads_within_step", lambda self, _: len(self._groups) == 1)
+    def one_group(self, groups, prefix_caching=False, overlapping_steps=False):
+        self._can_be_found = not prefix_caching and len(groups) == 1
+        self._overlapping_steps, self._goes_back = overlapping_steps, True
+
+    monkeypatch.setattr(WithinStep, "__init__", one_group)
+
+
+def loads_within_the_step_fill_the_prefix_cache(monkeypatch):
+    _within_step(monkeypatch, prefix_caching=False)
+
+
+def loads_within_overlapping_steps_are_recomputed(monkeypatch):
+    _within_step(monkeypatch, overlapping_steps=False)
+
+
+def _within_step(monkeypatch, **never):
+    init = WithinStep.__init__
+    monkeypatch.setattr(WithinStep, "__init__", lambda self, groups, **facts: init(self, groups, **{**facts, **never}))
 
 
 def resets_keep_what_was_saved(monkeypatch):

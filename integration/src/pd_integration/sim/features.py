@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 from prometheus_client import Counter as PrometheusCounter
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from block_mapper import PoolUsage
 from offload_connector import RecomputeCPUOffloadConnector
 from offload_connector.manager import OffloadManager
+from offload_connector.metadata import OffloadMetadata, OffloadWorkerMetadata
 from offload_connector.metrics import METRICS
 from pd_integration.sim.memory import RankMemory
 from pd_integration.sim.model import StepPlan
@@ -35,7 +37,6 @@ REQUIRED = (
     "ended by length",
     "ended by a stop token",
     "ended by a failed load",
-    "engine stopped by a failed load",
     "reset",
     "reset with running requests",
     "decode step",
@@ -64,6 +65,9 @@ REQUIRED = (
     "host blocks shared",
     "store failed",
     "load failed",
+    "load within a step failed, recompute",
+    "load within a step failed, fail",
+    "load within overlapping steps failed, fail",
     "poisoned forward",
     "remote load",
     "remote load failed",
@@ -125,13 +129,15 @@ def watch_standstills(scheduler: Scheduler, features: Counter[str]) -> None:
 
 
 class ManagerWatch:
-    """Listens to what the scheduler asks the connector's scheduler side; changes nothing."""
+    """Listens to what the scheduler asks and tells the connector's scheduler side; changes nothing."""
 
-    def __init__(self, manager: OffloadManager, features: Counter[str]) -> None:
+    def __init__(self, manager: OffloadManager, scenario: Scenario, features: Counter[str]) -> None:
         self._features = features
+        self._within: set[int] = set()
         self._restored: set[str] = set()
         self._victims = 0
         keep, query, allocated = manager.keep, manager.restorable_tokens, manager.allocated
+        build, update = manager.build_metadata, manager.update
 
         def watched_keep(request: Request, block_ids: Sequence[Sequence[int]], num_computed_tokens: int) -> bool:
             before = manager._pool.usage() if manager._pool is not None else None
@@ -154,9 +160,23 @@ class ManagerWatch:
                 self._restored.add(request.request_id)
             allocated(request, block_ids, num_external_tokens)
 
+        def watched_build(scheduled: SchedulerOutput) -> OffloadMetadata:
+            metadata = build(scheduled)
+            if metadata.load_now is not None:
+                self._within.add(metadata.load_now.job)
+            return metadata
+
+        def watched_update(message: OffloadWorkerMetadata | None) -> None:
+            if message is not None and self._within & message.failed.keys():
+                steps = "a step" if scenario.mode == "sync" else "overlapping steps"
+                features[f"load within {steps} failed, {scenario.failure_policy}"] += 1
+            update(message)
+
         manager.keep = watched_keep  # type: ignore[method-assign,assignment]
         manager.restorable_tokens = watched_query  # type: ignore[method-assign,assignment]
         manager.allocated = watched_allocated  # type: ignore[method-assign,assignment]
+        manager.build_metadata = watched_build  # type: ignore[method-assign,assignment]
+        manager.update = watched_update  # type: ignore[method-assign,assignment]
         self._manager = manager
 
     def _saved(self, request: Request, num_computed_tokens: int, before: PoolUsage) -> None:

@@ -152,7 +152,7 @@ def generate(seed: int, steps: int) -> Scenario:
         fail_stores=pick((0.0, 0.1, 0.3)) if failing else 0.0,
         fail_loads=pick((0.0, 0.2, 0.5)) if failing else 0.0,
         fail_remote=pick((0.0, 0.2)) if failing else 0.0,
-        failure_policy=pick(("recompute", "recompute", "fail")),
+        failure_policy=pick(("recompute", "fail")),
         store_seconds=pick((0.001, 0.02, 0.2)),
         load_seconds=pick((0.001, 0.02, 0.2)),
         remote_seconds=pick((0.01, 0.1, 0.5)),

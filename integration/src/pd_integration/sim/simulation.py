@@ -97,7 +97,7 @@ class Simulation:
         )
         self._aggregator = KVOutputAggregator.from_connector(self.ranks[0].connector, scenario.ranks)
         watch_standstills(self.scheduler, self.features)
-        self._watch = ManagerWatch(self.connector.manager, self.features)
+        self._watch = ManagerWatch(self.connector.manager, scenario, self.features)
         note_scenario(self.features, scenario, scenario.least_blocks)
         self._in_flight: deque[StepPlan] = deque()
         self._depth = 1 if scenario.mode == "sync" else 2
@@ -158,14 +158,7 @@ class Simulation:
             while not self._idle():
                 if self.clients.step > limit:
                     raise Violation("no end", f"requests left after {limit} steps: {sorted(self.scheduler.requests)}")
-                try:
-                    self._step()
-                except RuntimeError as error:
-                    if "failed within its step, the engine must stop" not in str(error):
-                        raise
-                    # vLLM cannot take such a step back, and a stop is better than a wrong token.
-                    self.features["engine stopped by a failed load"] += 1
-                    return
+                self._step()
             self._check_end()
             for rank in self.ranks:
                 rank.connector.shutdown()

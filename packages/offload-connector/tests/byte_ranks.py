@@ -11,9 +11,9 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 
-from recompute_scheduler.testing import BLOCK_SIZE
+from recompute_scheduler.testing import BLOCK_SIZE, loads_before_forward, worker_output
 
 WIDTH = 8
 
@@ -46,20 +46,14 @@ class ByteRanks:
         meta = scheduled.kv_connector_metadata
         connector.handle_preemptions(meta)
         connector.bind_connector_metadata(meta)
-        if scheduled.has_sync_kv_loads:
+        if loads_before_forward(scheduled):
             connector.start_load_kv(None)
         for request_id, count in scheduled.num_scheduled_tokens.items():
             self._forward(rank, cache, request_id, count)
-        if not scheduled.has_sync_kv_loads:
+        if not loads_before_forward(scheduled):
             connector.start_load_kv(None)
         connector.wait_for_save()
-        output = KVConnectorOutput()
-        results = connector.get_transfer_results(scheduled.finished_req_ids)
-        output.finished_recving = results.finished_recving
-        output.failed_recving = results.failed_recving
-        output.invalid_block_ids = connector.get_block_ids_with_load_errors()
-        output.kv_connector_stats = connector.get_kv_connector_stats()
-        output.kv_connector_worker_meta = connector.build_connector_worker_meta()
+        output = worker_output(connector, scheduled.finished_req_ids)
         connector.clear_connector_metadata()
         return output
 

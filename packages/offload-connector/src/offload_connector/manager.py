@@ -21,6 +21,7 @@ from offload_connector._vllm import (
     VllmConfig,
     hash_block_size,
     init_logger,
+    is_in_flight,
 )
 from offload_connector.config import PER_RANK, OffloadConfig
 from offload_connector.groups import mapper_groups
@@ -103,7 +104,7 @@ class OffloadManager:
             return cls((), world_size, str(refusal))
         hashes = None
         if config.share_prefixes:
-            hashes = PrefixHashes(groups, kv_cache_config, hash_block_size(kv_cache_config))
+            hashes = PrefixHashes(groups, kv_cache_config, hash_block_size(vllm_config, kv_cache_config))
         events = vllm_config.kv_events_config
         publish_events = events is not None and events.enable_kv_cache_events
         within_step = WithinStep(
@@ -143,8 +144,9 @@ class OffloadManager:
             return "not_ready"
         if num_tokens <= 0:
             return "nothing_computed"
-        if self._last_steps is not None and request.status is not RequestStatus.RUNNING:
-            # Which slot holds its recurrent state follows from its last step, and it may not have had one.
+        if self._last_steps is not None and (request.status is not RequestStatus.RUNNING or is_in_flight(request)):
+            # Which slot holds its recurrent state follows from its last step, and it may not have had one; nor is the
+            # outcome known of one in flight (vLLM before 0.32 preempts such requests).
             return "unsupported"
         if request.skip_reading_prefix_cache:
             if not self._told_of_prompt_logprobs:

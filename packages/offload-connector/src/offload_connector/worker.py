@@ -3,7 +3,7 @@
 import torch
 
 from npu_copy import CopyEngine, CopyResult, Direction, HostPool, UnsupportedLayout, find_regions
-from offload_connector._vllm import KVCacheConfig, block_strides, init_logger
+from offload_connector._vllm import FAILED_LOADS_BY_BLOCK, KVCacheConfig, block_strides, init_logger
 from offload_connector.block_dims import block_dims
 from offload_connector.checksums import BlockChecksums
 from offload_connector.config import PER_RANK, OffloadConfig
@@ -146,12 +146,12 @@ class OffloadWorker:
         self._finished.update(load.requests)
         if error is not None:
             self._failed.update(load.requests)
-            if within is not None:
-                self._failed_blocks.update(within.pairs[:, 1].tolist())
+            if within is not None or FAILED_LOADS_BY_BLOCK:
+                self._failed_blocks.update(load.pairs[:, 1].tolist())
         return error
 
     def take_failed_blocks(self) -> set[int]:
-        """Return the device blocks of failed loads within a step."""
+        """Return the device blocks of failed loads that vLLM must hear of by block."""
         blocks, self._failed_blocks = self._failed_blocks, set()
         return blocks
 

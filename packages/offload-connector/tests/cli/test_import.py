@@ -24,7 +24,7 @@ def test_the_connector_is_there_under_its_name():
 
 def test_without_vllm_the_connector_names_the_versions_that_work():
     done = run(WITHOUT_ENGINES + "from offload_connector import RecomputeCPUOffloadConnector")
-    assert "ImportError: offload-connector needs vLLM 0.32" in done.stderr
+    assert "ImportError: offload-connector needs vLLM 0.23 to 0.32" in done.stderr
 
 
 def test_an_unknown_name_is_an_attribute_error():

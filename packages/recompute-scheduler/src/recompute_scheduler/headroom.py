@@ -5,7 +5,7 @@ somebody is preempted again: blocks are copied to and fro and nobody gets far. S
 admission keeps some blocks free (its own watermark, which never applies when nothing runs):
 
     free blocks  |<- its blocks ->|<- growth of the running requests by GROWTH of their present length ->|
-                                                     shrinks to LEAST_GROWTH as the wait goes on
+                                                     shrinks to LEAST_GROWTH, then to 0, as the wait goes on
 
 The longer saved requests wait, and the fewer they are, the less is kept free, so that nobody starves; and when nothing
 runs, nothing is.
@@ -15,19 +15,21 @@ from collections.abc import Sequence
 
 from recompute_scheduler._vllm import FullAttentionSpec, KVCacheConfig, Request, RequestStatus, UniformTypeKVCacheSpecs
 
-GROWTH = 1 / 2
+GROWTH = 0.6
 """Running requests shall be able to grow by this share of their length before the cache is full again."""
 
-LEAST_GROWTH = 1 / 10
-"""What is left of that in the end: with less, the request just resumed is preempted again at once."""
+LEAST_GROWTH = 0.08
+"""What is left of that once patience is at its end: with less, the request just resumed is preempted again at once."""
 
-PATIENCE = 1 / 25
+PATIENCE = 0.0425
 """One saved request waits for so many steps, as a share of the running requests' mean length in tokens, until only the
-least growth is kept free; n of them wait n * n times as long.
+least growth is kept free; n of them wait n * n times as long."""
 
-Chosen, like the two above, on traces of short and long requests at 1.25, 2 and 4 times the cache: larger values mean
-fewer preemptions and longer waits. With these there are no more preemptions than with vLLM's own recomputation, and the
-longest wait is as long, within a few percent either way."""
+LONGEST = 0.8
+"""After so many steps, counted as above, nothing is kept free any more, however many wait.
+
+The four were chosen on traces of short and long requests at 1.25, 2 and 4 times the cache, so that neither preemptions
+nor the longest wait exceed those of vLLM's own recomputation. Larger values mean fewer preemptions and longer waits."""
 
 
 class Headroom:
@@ -61,7 +63,10 @@ class Headroom:
         if not self._waiting or not running:
             return self.watermark_blocks
         length = sum(request.num_tokens for request in running)
-        patience = PATIENCE * length / len(running) * len(self._waiting) ** 2
+        mean_length = length / len(running)
+        patience = PATIENCE * mean_length * len(self._waiting) ** 2
         waited = step - min(since for _, since in self._waiting.values())
+        if waited > LONGEST * mean_length:
+            return self.watermark_blocks
         growth = max(LEAST_GROWTH, GROWTH * (1 - waited / patience))
         return max(self.watermark_blocks, int(length * growth * self._blocks_per_token))

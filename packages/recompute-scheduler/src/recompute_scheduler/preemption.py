@@ -4,11 +4,13 @@ from collections import Counter
 from typing import Any
 
 from recompute_scheduler._vllm import (
+    Backports,
     EngineCoreOutput,
     EngineCoreOutputs,
     FinishReason,
     Request,
     RequestStatus,
+    honour_watermark,
     init_logger,
 )
 from recompute_scheduler.activation import Activation, decide
@@ -20,7 +22,7 @@ from recompute_scheduler.standstill import is_at_standstill, resolve
 logger = init_logger("vllm.recompute_scheduler")
 
 
-class RecomputePreemption:
+class RecomputePreemption(Backports):
     """Put before vLLM's Scheduler or AsyncScheduler in a class's bases.
 
     vLLM calls `_preempt_request` from two places: inside `schedule()`, when the KV cache is full, and from
@@ -53,6 +55,7 @@ class RecomputePreemption:
             if isinstance(hook, HeedsLoadFailurePolicy):
                 hook.set_load_failure_policy(self.recompute_kv_load_failures)  # type: ignore[attr-defined]
         self._fallback = Fallback.from_vllm(self.vllm_config)  # type: ignore[attr-defined]
+        honour_watermark(self)  # type: ignore[arg-type]
         manager = self.kv_cache_manager  # type: ignore[attr-defined]
         self._headroom = Headroom(self.kv_cache_config, manager.watermark_blocks)  # type: ignore[attr-defined]
 

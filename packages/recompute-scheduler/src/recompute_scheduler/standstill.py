@@ -8,7 +8,17 @@ next turn holds its blocks too. Then each waits for blocks of another, nothing r
 
 from collections.abc import Callable
 
-from recompute_scheduler._vllm import PauseState, Request, RequestStatus, Scheduler
+from recompute_scheduler._vllm import (
+    PauseState,
+    Request,
+    RequestStatus,
+    Scheduler,
+    frees_are_deferred,
+    holding_queue,
+    is_in_flight,
+    promote,
+    requeue,
+)
 
 
 def is_at_standstill(scheduler: Scheduler) -> bool:
@@ -17,11 +27,11 @@ def is_at_standstill(scheduler: Scheduler) -> bool:
     return (
         bool(holding)
         and not scheduler.running
-        and not scheduler.deferred_frees
+        and not frees_are_deferred(scheduler)
         and scheduler.pause_state == PauseState.UNPAUSED
         and all(_has_arrived(scheduler, request) for request in holding)
         # Neither a step nor the load of an aborted request is under way.
-        and not any(r.is_finished() or r.num_in_flight_tokens for r in scheduler.requests.values())
+        and not any(r.is_finished() or is_in_flight(r) for r in scheduler.requests.values())
     )
 
 
@@ -37,22 +47,22 @@ def resolve(scheduler: Scheduler, give_up: Callable[[Request], None]) -> None:
     without_blocks = [r for r in holding if r.num_computed_tokens == 0 and _is_ready(r)]
     if without_blocks:
         for request in reversed(without_blocks):
-            _requeue(scheduler, request)
+            requeue(scheduler, request)
         return
     last = holding[-1]
     if not _is_ready(last):
-        scheduler._handle_blocked_waiting_request(last)
+        promote(scheduler, last)
     give_up(last)
     scheduler.kv_cache_manager.free(last)
     scheduler._inflight_prefills.discard(last)
     last.num_computed_tokens = 0
-    _requeue(scheduler, last)
+    requeue(scheduler, last)
 
 
 def _holding(scheduler: Scheduler) -> list[Request]:
-    """The requests in vLLM's queue of those that hold blocks, first come first."""
+    """The requests in the queue of those that hold blocks, but for sessions whose next turn has not come."""
     paused = RequestStatus.WAITING_FOR_STREAMING_REQ
-    return [request for request in scheduler.kv_holding_waiting if request.status is not paused]
+    return [request for request in holding_queue(scheduler) if request.status is not paused]
 
 
 def _is_ready(request: Request) -> bool:
@@ -61,9 +71,3 @@ def _is_ready(request: Request) -> bool:
 
 def _has_arrived(scheduler: Scheduler, request: Request) -> bool:
     return _is_ready(request) or request.request_id in scheduler.finished_recving_kv_req_ids
-
-
-def _requeue(scheduler: Scheduler, request: Request) -> None:
-    scheduler.kv_holding_waiting.remove_requests([request])
-    scheduler.deferred_waiting.discard(request)
-    scheduler.waiting.prepend_request(request)

@@ -21,7 +21,24 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.structured_output import StructuredOutputManager
 
-from recompute_scheduler._vllm import EngineCoreOutput, Request, Scheduler, VllmConfig
+from recompute_scheduler._vllm import (
+    EngineCoreOutput,
+    Request,
+    Scheduler,
+    VllmConfig,
+    loads_before_forward,
+    worker_output,
+)
+
+__all__ = [
+    "BLOCK_SIZE",
+    "VOCABULARY",
+    "ScriptedEngine",
+    "loads_before_forward",
+    "make_config",
+    "make_kv_cache_config",
+    "worker_output",
+]
 
 BLOCK_SIZE = 16
 VOCABULARY = 512

@@ -151,6 +151,13 @@ def test_overlapping_steps_load_within_the_step_only_if_a_failure_ends_the_reque
     assert kinds_of_loads(make_engine(TIGHT, policy=policy)) == {"load_behind" if behind else "load_now"}
 
 
+def test_a_scheduler_that_may_preempt_a_request_in_flight_counts_as_one_that_recomputes(make_engine, mode, monkeypatch):
+    """vLLM before 0.32 puts out the token that was in flight; that of a failed load must not be among them."""
+    monkeypatch.setattr("recompute_scheduler.preemption.spares_in_flight", lambda _: False)
+    engine = make_engine(TIGHT, policy="fail")
+    assert kinds_of_loads(engine) == {"load_behind" if mode == "async" else "load_now"}
+
+
 def test_a_scheduler_that_does_not_tell_its_policy_is_taken_to_recompute(make_engine, mode, monkeypatch):
     monkeypatch.setattr("recompute_scheduler.preemption.HeedsLoadFailurePolicy", type("Nothing", (), {}))
     engine = make_engine(TIGHT, policy="fail")

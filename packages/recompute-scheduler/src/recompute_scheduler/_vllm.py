@@ -51,6 +51,7 @@ __all__ = [
     "loads_before_forward",
     "promote",
     "requeue",
+    "spares_in_flight",
     "worker_output",
 ]
 
@@ -110,6 +111,11 @@ def is_in_flight(request: Request) -> bool:
     """Whether a step that has been scheduled for `request` has not been taken in yet."""
     # vLLM 0.23 counts only the tokens that async scheduling expects; without it, nothing is in flight between steps.
     return bool(getattr(request, "num_in_flight_tokens", request.num_output_placeholders))
+
+
+def spares_in_flight(scheduler: Scheduler) -> bool:
+    """Whether no request is preempted while a step of it is in flight; before 0.32 vLLM does, and keeps that token."""
+    return hasattr(scheduler, "_request_blocks_can_be_freed")
 
 
 def frees_are_deferred(scheduler: Scheduler) -> bool:

@@ -12,6 +12,7 @@ from recompute_scheduler._vllm import (
     RequestStatus,
     honour_watermark,
     init_logger,
+    spares_in_flight,
 )
 from recompute_scheduler.activation import Activation, decide
 from recompute_scheduler.fallback import FALLBACK, STOP_REASON, Fallback
@@ -53,7 +54,9 @@ class RecomputePreemption(Backports):
                 )
         for hook in self._hooks:
             if isinstance(hook, HeedsLoadFailurePolicy):
-                hook.set_load_failure_policy(self.recompute_kv_load_failures)  # type: ignore[attr-defined]
+                # A victim's token outlives it where vLLM keeps it: then the end of a request is not complete either.
+                recompute = self.recompute_kv_load_failures or not spares_in_flight(self)  # type: ignore
+                hook.set_load_failure_policy(recompute)
         self._fallback = Fallback.from_vllm(self.vllm_config)  # type: ignore[attr-defined]
         honour_watermark(self)  # type: ignore[arg-type]
         manager = self.kv_cache_manager  # type: ignore[attr-defined]

@@ -62,7 +62,7 @@ def test_labels_stay_apart_and_observations_are_all_kept():
 def test_they_survive_serialization():
     made = stats(blocks_stored=3)
     made.observe("store_seconds", 0.25)
-    assert OffloadStats(data=json.loads(json.dumps(made.to_dict()))).data == made.data
+    assert OffloadStats(data=json.loads(json.dumps(made.data))).data == made.data
 
 
 def test_empty_and_reset():

@@ -7,6 +7,7 @@ from conftest import BLOCK_BYTES, transfer_config
 from sibling_connector import SiblingConnector
 from test_connector import TIGHT, load
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorPromMetrics
 from vllm.engine.arg_utils import EngineArgs
 
@@ -38,7 +39,7 @@ def multi(ours_first):
 
 
 def ours(engine):
-    (connector,) = [c for c in engine.scheduler.connector.sub_connectors if hasattr(c, "manager")]
+    (connector,) = [c for c in engine.scheduler.connector._connectors if hasattr(c, "manager")]
     return connector.manager
 
 
@@ -46,7 +47,8 @@ def counters(engine):
     stats = OffloadStats()
     for data in engine.connector_stats:
         if NAME in data:
-            stats.aggregate(OffloadStats(data=data[NAME]))
+            # Before vLLM 0.32 each child's statistics are an object of their own.
+            stats.aggregate(OffloadStats(data=getattr(data[NAME], "data", data[NAME])))
     return {name: sum(values.values()) for name, values in stats.data.items() if isinstance(values, dict)}
 
 
@@ -115,5 +117,9 @@ def test_a_sibling_without_metrics_does_not_end_the_server():
     metrics._prom_metrics = {NAME: SimpleNamespace(observe=lambda data, engine: observed.append((data, engine)))}
     known_only()
     known_only()
-    metrics.observe({"MooncakeConnector": {"num_failed_recvs": 1}, NAME: {"blocks_stored": {"": 3}}}, 2)
+    reported = {"MooncakeConnector": {"num_failed_recvs": 1}, NAME: {"blocks_stored": {"": 3}}}
+    if not hasattr(KVConnectorStats, "to_dict"):
+        # Before vLLM 0.32 each child's statistics travel as an object, which arrives as its fields.
+        reported = {name: {"data": data} for name, data in reported.items()}
+    metrics.observe(reported, 2)
     assert observed == [({"blocks_stored": {"": 3}}, 2)]

@@ -85,7 +85,7 @@ def test_a_grammar_takes_in_every_token_once(make_engine):
             grammar=grammars[index], structured_output_key=("json", "{}"), reasoning_ended=True
         )
 
-    engine.scheduler.structured_output_manager.should_advance = lambda request: True
+    engine.scheduler.structured_output_manager.should_advance = lambda request, **_: True
     engine.scheduler.structured_output_manager.grammar_bitmask = lambda *args, **kwargs: None
     run(engine, prepare)
     assert counters(engine)["preempted_restored"] >= 2

@@ -5,7 +5,7 @@ from test_connector import TIGHT, assert_empty, counters, manager
 from vllm.v1.request import RequestStatus
 
 from offload_connector.last_steps import LastSteps
-from recompute_scheduler.testing import BLOCK_SIZE
+from recompute_scheduler.testing import BLOCK_SIZE, VICTIMS_MAY_BE_IN_FLIGHT
 
 TURNS = 3
 OUTPUT = 12
@@ -37,7 +37,7 @@ def test_a_session_goes_on_as_without_pressure(make_engine):
     assert scheduled(tight) == scheduled(ample)
 
 
-def test_where_the_state_depends_on_the_last_step_a_waiting_session_is_recomputed(make_engine):
+def test_where_the_state_depends_on_the_last_step_a_waiting_session_is_recomputed(make_engine, mode):
     """Between its turns the last step's drafts say nothing about where its recurrent state lies."""
     engine, ample = make_engine(TIGHT), make_engine(1000)
     manager(engine)._last_steps = LastSteps(BLOCK_SIZE)
@@ -45,7 +45,9 @@ def test_where_the_state_depends_on_the_last_step_a_waiting_session_is_recompute
         load(each)
         each.run()
     assert counters(engine)["fallback"] >= 1
-    assert counters(engine)["preempted_restored"] >= 1
+    # Nor does anything tell where the state of a victim lies whose last step is in flight.
+    unknown = VICTIMS_MAY_BE_IN_FLIGHT and mode == "async"
+    assert (counters(engine).get("preempted_restored", 0) == 0) == unknown
     assert engine.outputs == ample.outputs
     assert_empty(engine)
 
@@ -63,13 +65,13 @@ def test_input_that_arrives_while_a_session_is_saved_is_taken_in_at_its_turn(mak
             break
     assert saved is not None
     before = list(saved.all_token_ids)
-    engine.add(saved.request_id, range(100, 120), OUTPUT, resumable=True)
+    engine.add(saved.request_id, range(100, 120), 40, resumable=True)
     assert list(saved.all_token_ids) == before
     for index in range(6):
         engine.add(f"s{index}", [3], OUTPUT, resumable=False)
     engine.run()
     assert counters(engine)["preempted_restored"] >= 1
-    assert len(engine.outputs[saved.request_id]) == 40 + OUTPUT
+    assert len(engine.outputs[saved.request_id]) == 40 + 40
     assert_empty(engine)
 
 

@@ -1,11 +1,12 @@
 """Requests that hold each other's blocks after their loads, none of them able to run."""
 
+from types import SimpleNamespace
+
 import pytest
 from recording_connector import SilentConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
-from vllm.v1.outputs import KVConnectorOutput
 
-from recompute_scheduler.testing import BLOCK_SIZE
+from recompute_scheduler.testing import BLOCK_SIZE, worker_output
 
 LOADED = 5 * BLOCK_SIZE
 """Tokens that a load brings: a request of 6 blocks then needs one more. Two such loads fill a cache of 10."""
@@ -30,7 +31,7 @@ class LoadingConnector(SilentConnector):
     def update_state_after_alloc(self, request, blocks, num_external_tokens):
         self.asked.add(request.request_id)
         if num_external_tokens:
-            self.started.append(request.request_id)
+            self.started.append((request.request_id, [i for ids in blocks.get_block_ids() for i in ids]))
 
     def build_connector_meta(self, scheduler_output):
         meta = KVConnectorMetadata()
@@ -39,13 +40,33 @@ class LoadingConnector(SilentConnector):
 
 
 class Loads:
+    """The worker side: says of failed loads what its vLLM asks for, their requests or their blocks."""
+
     def __init__(self, failing):
         self.failing = failing
         self.running = []
+        self.ended = []
 
     def __call__(self, scheduled):
-        ended, self.running = self.running, scheduled.kv_connector_metadata.loads
-        return KVConnectorOutput(finished_recving=set(ended), failed_recving={r for r in ended if r in self.failing})
+        self.ended, self.running = self.running, scheduled.kv_connector_metadata.loads
+        return worker_output(self, set())
+
+    def get_finished(self, _):
+        return None, {name for name, _ in self.ended}
+
+    def get_transfer_results(self, _):
+        ended, self.ended = {name for name, _ in self.ended}, []
+        failed = {name for name in ended if name in self.failing}
+        return SimpleNamespace(finished_sending=None, finished_recving=ended, failed_recving=failed)
+
+    def get_block_ids_with_load_errors(self):
+        return {block for name, blocks in self.ended if name in self.failing for block in blocks}
+
+    def get_kv_connector_stats(self):
+        return None
+
+    def build_connector_worker_meta(self):
+        return None
 
 
 @pytest.fixture

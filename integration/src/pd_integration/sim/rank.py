@@ -6,12 +6,14 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 
+from pd_integration._vllm import block_copies
 from pd_integration.sim.clock import Clock, DeviceModule, Event
 from pd_integration.sim.forward import Forward, Layers
 from pd_integration.sim.memory import RankMemory
 from pd_integration.sim.model import StepPlan
+from recompute_scheduler.testing import loads_before_forward, worker_output
 
 HOST_SECONDS = 0.002
 FORWARD_SECONDS = 0.03
@@ -54,24 +56,17 @@ class Rank:
         scheduled, connector = plan.scheduled, self.connector
         connector.handle_preemptions(scheduled.kv_connector_metadata)
         self._zero(scheduled.new_block_ids_to_zero or [])
-        assert not scheduled.kv_cache_block_copies, "the simulated model does not copy blocks"
+        assert not block_copies(scheduled), "the simulated model does not copy blocks"
         connector.bind_connector_metadata(scheduled.kv_connector_metadata)
-        if scheduled.has_sync_kv_loads:
+        if loads_before_forward(scheduled):
             connector.start_load_kv(None)
         self._submit(plan, drafter=False)
-        if not scheduled.has_sync_kv_loads:
+        if not loads_before_forward(scheduled):
             connector.start_load_kv(None)
         drafting = bool(self._layers.lookahead and plan.rows)
         if not drafting:
             connector.wait_for_save()
-        output = KVConnectorOutput()
-        results = connector.get_transfer_results(scheduled.finished_req_ids)
-        output.finished_sending = results.finished_sending
-        output.finished_recving = results.finished_recving
-        output.failed_recving = results.failed_recving
-        output.invalid_block_ids = connector.get_block_ids_with_load_errors()
-        output.kv_connector_stats = connector.get_kv_connector_stats()
-        output.kv_connector_worker_meta = connector.build_connector_worker_meta()
+        output = worker_output(connector, scheduled.finished_req_ids)
         done = self.module.Event()
         if self._early_output:
             done.record(self.module.compute)

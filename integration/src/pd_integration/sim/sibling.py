@@ -17,7 +17,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     SupportsHMA,
 )
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -26,6 +25,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from block_mapper import GroupKind
+from pd_integration._vllm import FAILED_LOADS_BY_BLOCK, KVConnectorTransferResults
 from pd_integration.sim.clock import Clock
 from pd_integration.sim.forward import Layers, first_attended
 from pd_integration.sim.memory import POISON, RankMemory, rows_and_columns
@@ -158,7 +158,7 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
         def finish() -> None:
             memory.end_outside_write(write)
             self._finished.add(load.request_id)
-            if failed and self._outside.by_block:
+            if failed and (self._outside.by_block or FAILED_LOADS_BY_BLOCK):
                 self._failed_blocks |= blocks
             elif failed:
                 self._failed.add(load.request_id)
@@ -188,10 +188,15 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None: ...
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         finished, self._finished = self._finished, set()
+        return None, finished
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         failed, self._failed = self._failed, set()
-        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+        return KVConnectorTransferResults(
+            finished_recving=self.get_finished(finished_req_ids)[1] or set(), failed_recving=failed
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         blocks, self._failed_blocks = self._failed_blocks, set()

@@ -262,7 +262,7 @@ class Simulation:
 
 
 def _ours(connector: Any) -> RecomputeCPUOffloadConnector:
-    children = getattr(connector, "sub_connectors", [connector])
+    children = getattr(connector, "_connectors", [connector])
     return next(child for child in children if isinstance(child, RecomputeCPUOffloadConnector))
 
 

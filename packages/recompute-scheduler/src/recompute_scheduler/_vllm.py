@@ -29,6 +29,7 @@ except ImportError as error:
 
 __all__ = [
     "SUPPORTED",
+    "VICTIMS_MAY_BE_IN_FLIGHT",
     "AsyncScheduler",
     "Backports",
     "EngineArgs",
@@ -141,6 +142,10 @@ def honour_watermark(scheduler: Scheduler) -> None:
 
     manager.watermark_blocks = 0
     manager.allocate_slots = allocate_slots  # type: ignore[method-assign]
+
+
+VICTIMS_MAY_BE_IN_FLIGHT = not hasattr(Scheduler, "_request_blocks_can_be_freed")
+"""With async scheduling, vLLM before 0.32 preempts requests whose last step has not been taken in; some end by it."""
 
 
 # What a worker's connector does in a step, for tests that stand for the model runner.

@@ -22,6 +22,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.structured_output import StructuredOutputManager
 
 from recompute_scheduler._vllm import (
+    VICTIMS_MAY_BE_IN_FLIGHT,
     EngineCoreOutput,
     Request,
     Scheduler,
@@ -32,6 +33,7 @@ from recompute_scheduler._vllm import (
 
 __all__ = [
     "BLOCK_SIZE",
+    "VICTIMS_MAY_BE_IN_FLIGHT",
     "VOCABULARY",
     "ScriptedEngine",
     "loads_before_forward",
@@ -109,6 +111,7 @@ class ScriptedEngine:
         init_none_hash(_hash)
         vllm_config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
         self.block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        vllm_config.cache_config.block_size = self.block_size
         self._hasher = get_request_block_hasher(self.block_size, _hash)
         self.scheduler = scheduler_cls(
             vllm_config=vllm_config,

@@ -16,6 +16,9 @@ ACCEPTANCE_NOISE = 0.01
 def test_saved_requests_go_on_exactly(name):
     ample, _, *saved = in_own_process(name)
     assert ample["preemptions"] == 0
+    # The adapter changes what is put out, of the requests that have it and of no other.
+    assert ample["adapted"] in (None, REQUESTS // 2)
+    assert (ample["adapted"] is None) == (RECIPES[name].adapter is None)
     assert saved
     for row in saved:
         figures = row["offloaded"]

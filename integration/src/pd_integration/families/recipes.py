@@ -24,6 +24,7 @@ class Recipe:
             compared byte by byte alone.
         process_per_arm: whether vLLM can make such an engine only once in a process.
         prompt: characters, that is tokens, of each prompt.
+        adapter: writes a LoRA adapter into a directory, for a model; every second request is made with it.
     """
 
     blocks: int
@@ -34,6 +35,7 @@ class Recipe:
     exact: bool = True
     process_per_arm: bool = False
     prompt: int = 75
+    adapter: Callable[[Path, Path], Path] | None = None
 
     def write(self, directory: Path) -> Path:
         """Write the model once."""
@@ -46,6 +48,12 @@ def _eagle(model: Path, directory: Path) -> dict[str, Any]:
     from pd_integration.families.speculative import write_eagle
 
     return {"method": "eagle", "model": str(write_eagle(directory / "eagle", model)), "num_speculative_tokens": 3}
+
+
+def _adapter(directory: Path, model: Path) -> Path:
+    from pd_integration.families.adapters import write_adapter
+
+    return write_adapter(directory, model)
 
 
 def _mimo(directory: Path) -> Path:
@@ -70,6 +78,8 @@ PIPELINE_PARALLEL = {
     **WORKERS,
 }
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+# One slot more than adapters: vLLM's CPU kernels apply the last slot to the requests that have none.
+LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
 HYBRID = {"block_size": None}
 BF16 = {"block_size": None, "dtype": "bfloat16"}
 
@@ -81,6 +91,7 @@ RECIPES: dict[str, Recipe] = {
     "llama, shared host prefixes": Recipe(48, engine={"offload": {"enable_offload_prefix_caching": True}}),
     "llama, tensor parallel": Recipe(48, engine=TENSOR_PARALLEL),
     "llama, pipeline parallel": Recipe(48, engine=PIPELINE_PARALLEL, async_scheduling=False),
+    "llama, LoRA": Recipe(48, engine=LORA, adapter=_adapter),
     "gpt-oss (2 groups)": Recipe(60, "gpt-oss"),
     "gpt-oss, prefix caching": Recipe(60, "gpt-oss", engine={"enable_prefix_caching": True}),
     "ministral (2 groups)": Recipe(60, "ministral"),

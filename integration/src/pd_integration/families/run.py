@@ -46,6 +46,8 @@ class Outcome:
         offloaded: what the connector counted by name, `preempted_restored`, `fallback host_full` and others; empty
             without it.
         acceptance: accepted drafts of proposed ones; None without speculation.
+        adapted: in a run without pressure, requests with other tokens than without the LoRA adapter; None where there
+            is none.
     """
 
     arm: Arm
@@ -53,6 +55,7 @@ class Outcome:
     preemptions: int
     offloaded: dict[str, float] = field(default_factory=dict)
     acceptance: float | None = None
+    adapted: int | None = None
 
 
 def prepare_environment() -> None:
@@ -111,13 +114,27 @@ def run_arm(recipe: Recipe, arm: Arm, directory: Path, **overrides: Any) -> Outc
         assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling == arm.async_scheduling
         prompts = [f"Hello world {index} ".ljust(15, ".") * (recipe.prompt // 15) for index in range(REQUESTS)]
         params = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True, **sampling)
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        return _outcome(arm, [list(output.outputs[0].token_ids) for output in outputs], llm.get_metrics())
+        loras = _every_second(recipe, model, directory)
+        outcome = _outcome(arm, _tokens(llm.generate(prompts, params, use_tqdm=False, lora_request=loras)), llm)
+        if loras is not None and not arm.pressure:
+            without = _tokens(llm.generate(prompts, params, use_tqdm=False))
+            outcome.adapted = sum(a != b for a, b in zip(outcome.tokens, without, strict=True))
+        return outcome
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()
+
+
+def _every_second(recipe: Recipe, model: Path, directory: Path) -> list[Any] | None:
+    """The LoRA request of each request, None for every second one; None where the recipe has no adapter."""
+    if recipe.adapter is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    lora = LoRARequest("adapter", 1, str(recipe.adapter(directory / "adapter", model)))
+    return [lora if index % 2 else None for index in range(REQUESTS)]
 
 
 @contextlib.contextmanager
@@ -134,10 +151,14 @@ def _scheduling(asynchronous: bool) -> Iterator[None]:
         CpuPlatform.check_and_update_config = original
 
 
-def _outcome(arm: Arm, tokens: list[list[int]], metrics: list[Any]) -> Outcome:
+def _tokens(outputs: list[Any]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def _outcome(arm: Arm, tokens: list[list[int]], llm: Any) -> Outcome:
     prefix = "vllm:recompute_offload_"
     values: dict[str, float] = {}
-    for metric in metrics:
+    for metric in llm.get_metrics():
         if hasattr(metric, "value"):
             name = " ".join([metric.name, *(metric.labels[label] for label in ("reason",) if label in metric.labels)])
             values[name] = values.get(name, 0) + metric.value

@@ -5,22 +5,23 @@ every job done, so that what is timed is the scheduler's side alone.
 """
 
 import argparse
-import json
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from rich.console import Console
-from rich.table import Table
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput
 
 from offload_connector.metadata import OffloadMetadata, OffloadWorkerMetadata
+from pd_integration.bench import record
 from recompute_scheduler import RecomputeScheduler
 from recompute_scheduler.testing import BLOCK_SIZE, ScriptedEngine, make_config, make_kv_cache_config
 
@@ -57,7 +58,7 @@ def engine(ours: bool, requests: int, num_blocks: int, prompt: int) -> ScriptedE
         max_num_seqs=max(requests, 16),
         max_num_batched_tokens=max(4096, requests * 4),
         max_model_len=max(1024, prompt + 512),
-        **({"kv_transfer_config": TRANSFER} if ours else {}),
+        kv_transfer_config=TRANSFER if ours else None,
     )
     cls, worker = (RecomputeScheduler, StandInWorkers()) if ours else (Scheduler, lambda _: None)
     made = ScriptedEngine(cls, config, make_kv_cache_config(num_blocks), worker)
@@ -70,10 +71,13 @@ def engine(ours: bool, requests: int, num_blocks: int, prompt: int) -> ScriptedE
     return made
 
 
-def timed_step(made: ScriptedEngine) -> float:
-    """Step once; return the seconds spent in the scheduler."""
+def timed_step(made: ScriptedEngine, victims: int = 0) -> float:
+    """Step once, with so many preemptions; return the seconds spent in the scheduler."""
     scheduler = made.scheduler
+    # vLLM lets nobody in during a step that preempts.
+    scheduler.set_pause_state(PauseState.PAUSED_NEW if victims else PauseState.UNPAUSED)
     start = time.perf_counter()
+    preempt(scheduler, victims)
     scheduled = scheduler.schedule()
     spent = time.perf_counter() - start
     output = made.run_model(scheduled)
@@ -82,72 +86,78 @@ def timed_step(made: ScriptedEngine) -> float:
     return spent + time.perf_counter() - start
 
 
-def quiet_steps(requests: int, steps: int) -> dict[str, Any]:
-    """Steps in which nobody is preempted: plain and ours in turn."""
-    blocks = requests * (64 + steps) // BLOCK_SIZE + requests * 2 + 16
-    plain, ours = engine(False, requests, blocks, 32), engine(True, requests, blocks, 32)
-    for made in (plain, ours):
-        for _ in range(5):
-            timed_step(made)
-    pairs = [(timed_step(plain), timed_step(ours)) for _ in range(steps)]
-    plain_us, ours_us = (statistics.median(column) * 1e6 for column in zip(*pairs, strict=True))
+def preempt(scheduler: Any, victims: int) -> None:
+    """What vLLM does inside schedule() to the last `victims` running requests when the KV cache is full."""
+    scheduler._inside_schedule = True
+    for request in [scheduler.running.pop() for _ in range(victims)]:
+        scheduler._preempt_request(request, 0.0)
+    scheduler._inside_schedule = False
+
+
+def steps(requests: int, victims: int, rounds: int) -> dict[str, Any]:
+    """A step with `requests` running, `victims` of which are preempted in it: plain and ours in turn."""
+    blocks = requests * (64 + 4 * rounds) // BLOCK_SIZE + requests * 2 + 16
+    engines = engine(False, requests, blocks, 32), engine(True, requests, blocks, 32)
+    pairs = []
+    for _ in range(5 + rounds):
+        pairs.append([timed_step(made, victims) for made in engines])
+        for made in engines:
+            while len(made.scheduler.running) < requests:
+                timed_step(made)
+    plain_us, ours_us = (statistics.median(column) * 1e6 for column in zip(*pairs[5:], strict=True))
     return {
         "running": requests,
-        "preempted per step": 0,
+        "preempted": victims,
         "plain us": plain_us,
         "ours us": ours_us,
-        "difference us": statistics.median(o - p for p, o in pairs) * 1e6,
+        "difference us": statistics.median(o - p for p, o in pairs[5:]) * 1e6,
         "ratio": ours_us / plain_us,
     }
 
 
-def victim_steps(victims: int, blocks: int, rounds: int) -> dict[str, Any]:
-    """Time per victim of `blocks` blocks that `victims` preemptions in one step add over plain vLLM."""
-    added = []
+def victim(blocks: int, rounds: int) -> dict[str, Any]:
+    """Time that the preemption of a request of `blocks` blocks takes, and what of it is ours."""
+    spent: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(rounds):
-        spent = {}
-        for ours in (False, True):
-            made = engine(ours, victims, victims * (blocks + 2) + 16, blocks * BLOCK_SIZE - 8)
-            scheduler = made.scheduler
-            scheduler._inside_schedule = True
-            requests = [scheduler.running.pop() for _ in range(victims)]
+        for ours, times in spent.items():
+            made = engine(ours, 1, blocks + 16, blocks * BLOCK_SIZE - 8)
             start = time.perf_counter()
-            for request in requests:
-                scheduler._preempt_request(request, 0.0)
-            spent[ours] = time.perf_counter() - start
-        added.append((spent[True] - spent[False]) / victims)
-    return {"victims": victims, "blocks": blocks, "ms per victim": statistics.median(added) * 1e3}
+            preempt(made.scheduler, 1)
+            times.append(time.perf_counter() - start)
+    plain_ms, ours_ms = (statistics.median(times) * 1e3 for times in spent.values())
+    return {"blocks": blocks, "plain ms": plain_ms, "ours ms": ours_ms, "added ms": ours_ms - plain_ms}
+
+
+def line(points: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """The straight line through (x, y) points by least squares: slope, intercept, and how much of y it explains."""
+    xs, ys = zip(*points, strict=True)
+    slope, intercept = statistics.linear_regression(xs, ys)
+    return {"slope": slope, "intercept": intercept, "r2": statistics.correlation(xs, ys) ** 2}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300, help="steps per size (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds per victim size (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=Path("reports/bench-scheduler.json"))
+    parser.add_argument("--steps", type=int, default=200, help="steps per size (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds per victim size (default: %(default)s)")
+    parser.add_argument("--reports", type=Path, default=record.REPORTS)
     options = parser.parse_args()
-    quiet = [quiet_steps(requests, options.steps) for requests in (1, 16, 256, 1024)]
-    victims = [victim_steps(n, 64, options.rounds) for n in (1, 8)]
-    sizes = [victim_steps(1, blocks, options.rounds) for blocks in (16, 128, 1000, 2048, 8192)]
-    slope, intercept = statistics.linear_regression([s["blocks"] for s in sizes], [s["ms per victim"] for s in sizes])
-
+    step_rows = [
+        steps(requests, victims, options.steps)
+        for requests in (1, 16, 256, 1024)
+        for victims in (0, 1, 8)
+        if victims <= requests
+    ]
+    sizes = [victim(blocks, options.rounds) for blocks in (16, 64, 256, 1024, 2048, 4096, 8192)]
+    fit = line([(row["blocks"], row["added ms"]) for row in sizes])
+    record.show(record.table("The scheduler's part of a step", step_rows), record.table("A victim", sizes))
     console = Console()
-    for title, rows in (("Steps without preemption", quiet), ("Preemptions in one step", victims), ("A victim", sizes)):
-        table = Table(title=title)
-        for column in rows[0]:
-            table.add_column(column, justify="right")
-        for row in rows:
-            table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
-        console.print(table)
-    console.print(f"A victim costs {intercept:.3f} ms and {slope * 1e3:.3f} us a block.")
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    figures = {
-        "quiet": quiet,
-        "victims": victims,
-        "sizes": sizes,
-        "us per block": slope * 1e3,
-        "ms per victim": intercept,
-    }
-    options.output.write_text(json.dumps(figures, indent=1))
+    console.print(
+        f"A victim costs {fit['intercept'] * 1e3:.0f} us and {fit['slope'] * 1e3:.3f} us a block more than in plain "
+        f"vLLM; this line explains {fit['r2']:.1%} of the differences.",
+        soft_wrap=True,
+    )
+    figures = {"steps": step_rows, "sizes": sizes, "line, ms and blocks": fit}
+    console.print(f"wrote {record.write('scheduler', figures, options.reports)}", markup=False)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import os
 import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
@@ -97,7 +98,7 @@ def run(trace: Trace, pressure: float, asynchronous: bool, ours: bool) -> Figure
         since.setdefault(request.request_id, (figures.steps, request.num_output_tokens))
         return preempt(request, *args, **kwargs)
 
-    scheduler._preempt_request = note
+    scheduler._preempt_request = note  # type: ignore[method-assign]
     lengths = list(enumerate(trace.lengths()))
     while lengths or scheduler.has_unfinished_requests():
         while lengths and len(scheduler.requests) < AT_ONCE:
@@ -121,7 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("reports/bench-thrash.json"))
     options = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for kind in ("short", "long"):
         for asynchronous in (False, True):
             for pressure in PRESSURES:
@@ -132,8 +133,8 @@ def main() -> None:
                             total.add(run(trace, pressure, asynchronous, ours))
                     scheduling = "async" if asynchronous else "sync"
                     arm = "ours" if ours else "vLLM"
-                    row = {"requests": kind, "scheduling": scheduling, "pressure": pressure, "arm": arm}
-                    rows.append({**row, **asdict(total)})
+                    head = {"requests": kind, "scheduling": scheduling, "pressure": pressure, "arm": arm}
+                    rows.append({**head, **asdict(total)})
     table = Table(title="Steady pressure: fixed traces, summed")
     columns = (
         "requests",

@@ -1,0 +1,217 @@
+"""What preemption costs a Decode node, against every alternative: `python -m pd_integration.bench.decode`.
+
+Each cell of the grid runs all its arms one after the other on real engines, with the same requests in the same order.
+Cells "made up" have the Decode engine alone: vLLM's DecodeBenchConnector stands in for Prefill, writing some values as
+the prompts' KV. Cells "Prefill" have a real Prefill server, and the KV comes over Mooncake.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from pd_integration.bench import record
+from pd_integration.bench.cells import (
+    ARM_AMPLE,
+    ARM_FREE,
+    ARM_OURS,
+    ARM_RECOMPUTE,
+    BUDGET,
+    GRID,
+    MAX_NUM_SEQS,
+    PD,
+    Arm,
+    Cell,
+    Source,
+    write_bench_model,
+)
+from pd_integration.bench.decode_engine import Job, Outcome
+from pd_integration.bench.decode_engine import run as run_engine
+from pd_integration.bench.figures import figures, ratio
+from pd_integration.bench.prefill import PrefillClient, prefill_server
+from pd_integration.bench.process import call
+from pd_integration.families.run import prepare_environment
+from pd_integration.servers import terminate_as_interrupt
+from pd_integration.trace import read_trace
+
+ARM_TIMEOUT_S = 240.0
+
+
+class Bench:
+    """Runs jobs, each in a process of its own, and remembers which arms this platform refuses."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self.model = write_bench_model(run_dir / "model")
+        self.refused: dict[str, str] = {}
+
+    def run(self, cell: Cell, arm: Arm, prefill: PrefillClient | None) -> dict[str, Any] | None:
+        """The row of one arm; None if the platform refuses it.
+
+        Raises:
+            RuntimeError: the engine failed or took too long; with its traceback or the place of its log.
+        """
+        if arm.name in self.refused:
+            return None
+        name = f"{cell.prompt}-{cell.pressure:g}-{cell.source.name}-{arm.name}".replace(" ", "_")
+        job = Job(self.model, cell, arm, self._run_dir / f"{name}.jsonl", prefill)
+        try:
+            outcome = call(run_engine, job, self._run_dir / f"{name}.log", ARM_TIMEOUT_S)
+        except RuntimeError as error:
+            raise RuntimeError(f"{name}: {error}") from error
+        if outcome.refused is not None:
+            self.refused[arm.name] = outcome.refused
+            return None
+        return {"arm": arm.name, **_row(outcome, job.trace)}
+
+
+def _row(outcome: Outcome, trace: Path) -> dict[str, Any]:
+    steps = read_trace(trace)
+    prefix = "vllm:recompute_offload_"
+    return {
+        **figures(outcome.times, outcome.sent, steps),
+        "cpu_s": outcome.cpu_s,
+        "resent": len(outcome.resent_tokens),
+        "resent_tokens": sum(outcome.resent_tokens),
+        "offload": {key.removeprefix(prefix): v for key, v in outcome.metrics.items() if key.startswith(prefix)},
+        "tokens": outcome.tokens,
+        "schedule": [[step.tokens, step.preempted] for step in steps],
+    }
+
+
+def finish_cell(cell: Cell, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The cell with its rows: ratios put in, token lists and schedules replaced by what their comparison says."""
+    by_arm = {row["arm"]: row for row in rows}
+    ample = by_arm[ARM_AMPLE.name]
+    for row in rows:
+        row["throughput"] = ratio(row["tokens_per_s"], ample["tokens_per_s"])
+        row["same_tokens"] = sum(a == b for a, b in zip(row["tokens"], ample["tokens"], strict=True))
+    ours, free, recompute = (by_arm[arm.name] for arm in (ARM_OURS, ARM_FREE, ARM_RECOMPUTE))
+    figures_of_cell = {
+        "ours_to_free": ratio(ours["tokens_per_s"], free["tokens_per_s"]),
+        "ours_to_free_cpu": ratio(free["cpu_s"], ours["cpu_s"]),
+        "same_schedule_as_free": [len(t) for t, _ in ours["schedule"]] == [len(t) for t, _ in free["schedule"]],
+        "resume_gain": ratio(recompute["resume_s"], ours["resume_s"]),
+        "resume_gain_steps": ratio(recompute["resume_steps"], ours["resume_steps"]),
+        "itl_p99_to_recompute": ratio(ours["itl_p99_ms"], recompute["itl_p99_ms"]),
+    }
+    for row in rows:
+        del row["tokens"], row["schedule"]
+    head = {**asdict(cell), "source": cell.source.value}
+    return {**head, "decode_blocks": cell.blocks(cell.pressure), **figures_of_cell, "rows": rows}
+
+
+def table_rows(cell: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the terminal shows of a cell."""
+    return [
+        {
+            "arm": row["arm"],
+            "tokens/s": row["throughput"],
+            "steps": row["steps"],
+            "preemptions": row["preemptions"],
+            "computed again": row["computed_again"] + row["resent_tokens"],
+            "ITL p50 ms": row["itl_p50_ms"],
+            "p99": row["itl_p99_ms"],
+            "preempted p50": row["preempted_itl_p50_ms"],
+            "p99 ": row["preempted_itl_p99_ms"],
+            "to next token s": row["resume_s"],
+            "steps ": row["resume_steps"],
+        }
+        for row in cell["rows"]
+    ]
+
+
+def title(cell: dict[str, Any]) -> str:
+    return f"{cell['prompt']} tokens of prompt, pressure {cell['pressure']:g}, prompts' KV {cell['source']}"
+
+
+def summary_rows(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The targets, cell by cell."""
+    return [
+        {
+            "prompt": cell["prompt"],
+            "pressure": cell["pressure"],
+            "KV": cell["source"],
+            "to free copies, tokens/s": cell["ours_to_free"],
+            "to free copies, CPU": cell["ours_to_free_cpu"],
+            "same steps": str(cell["same_schedule_as_free"]),
+            "recompute's time to next token / ours": cell["resume_gain"],
+            "in steps": cell["resume_gain_steps"],
+            "ITL p99 / recompute's": cell["itl_p99_to_recompute"],
+        }
+        for cell in cells
+    ]
+
+
+def run(cells: Sequence[Cell], arms: Sequence[str], run_dir: Path, console: Console) -> dict[str, Any]:
+    """Run ``cells``; only the ``arms`` named, if any are, beside those that the ratios need."""
+    began = time.monotonic()
+    bench = Bench(run_dir)
+    needed = {arm.name for arm in (ARM_AMPLE, ARM_OURS, ARM_FREE, ARM_RECOMPUTE)}
+    finished = []
+    with contextlib.ExitStack() as stack:
+        prefill = None
+        # Those that need Prefill last: until then no other server is there to disturb.
+        for cell in sorted(cells, key=lambda cell: cell.source is Source.PREFILL):
+            if cell.source is Source.PREFILL and prefill is None:
+                console.print(f"[{time.monotonic() - began:.0f} s] start Prefill", markup=False)
+                with_prefill = [cell for cell in cells if cell.source is Source.PREFILL]
+                prefill = stack.enter_context(prefill_server(bench.model, with_prefill, run_dir / "prefill.log"))
+            rows = []
+            for arm in cell.arms():
+                if arms and arm.name not in needed | set(arms):
+                    continue
+                if (row := bench.run(cell, arm, prefill)) is not None:
+                    rows.append(row)
+            finished.append(finish_cell(cell, rows))
+            console.print(f"[{time.monotonic() - began:.0f} s]", markup=False)
+            record.show(record.table(title(finished[-1]), table_rows(finished[-1])))
+    return {
+        "seconds": time.monotonic() - began,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "max_num_batched_tokens": BUDGET,
+        "refused": bench.refused,
+        "cells": finished,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompt", type=int, action="append", help="only cells of this prompt length; repeat for more")
+    parser.add_argument("--pressure", type=float, action="append", help="only cells of this pressure; repeat for more")
+    parser.add_argument("--source", choices=[source.name.lower() for source in Source], help="only cells of this kind")
+    parser.add_argument("--arm", action="append", default=[], help="beside the four that ratios need; repeat for more")
+    parser.add_argument("--run-dir", type=Path, default=Path(".run/bench"), help="model, logs, traces; emptied first")
+    parser.add_argument("--reports", type=Path, default=record.REPORTS)
+    options = parser.parse_args()
+    cells = [
+        cell
+        for cell in (*GRID, *PD)
+        if (not options.prompt or cell.prompt in options.prompt)
+        and (not options.pressure or cell.pressure in options.pressure)
+        and (not options.source or cell.source.name.lower() == options.source)
+    ]
+    if not cells:
+        parser.error("no cell of the grid is as the options say")
+    prepare_environment()
+    shutil.rmtree(options.run_dir, ignore_errors=True)
+    options.run_dir.mkdir(parents=True)
+    console = Console()
+    with terminate_as_interrupt():
+        done = run(cells, options.arm, options.run_dir, console)
+    record.show(record.table("The connector against its bound and against recompute", summary_rows(done["cells"])))
+    for name, reason in done["refused"].items():
+        console.print(f"{name} does not run on this platform: {reason}", markup=False, soft_wrap=True)
+    console.print(f"wrote {record.write('decode', done, options.reports)}", markup=False)
+
+
+if __name__ == "__main__":
+    main()

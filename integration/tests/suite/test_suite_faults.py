@@ -174,8 +174,10 @@ def test_shared_memory_fills_up(
     check(outcomes, reference)
     if docker.is_running("decode"):
         refused = docker.run_in("decode", *PREFLIGHT)
-        assert refused.returncode == 1
-        assert "FAILED shared memory: /dev/shm has 0.00 GiB free" in refused.stderr
-        docker.kill("decode")
+        if refused.returncode == 1 and "FAILED shared memory: /dev/shm has 0.00 GiB free" in refused.stderr:
+            docker.kill("decode")
+        else:
+            # The engine dies of the full /dev/shm at a moment of its own, and its container takes the preflight along.
+            wait_for(lambda: not docker.is_running("decode"), 30, f"the container to end; {refused}")
     docker.start("decode")
     works_again(service, load, reference, "full")

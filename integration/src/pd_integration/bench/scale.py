@@ -227,14 +227,14 @@ def simulate(setup: Setup, host_blocks: int, hours: float, ours: bool = True) ->
             prompt, output = setup.lengths(draw)
             engine.add(f"r{number}", range(prompt), output)
             number += 1
-        scheduled = engine.step()
+        engine.step()
         clock.advance(setup.step_seconds(sum(request.num_tokens for request in scheduler.running)))
-        run.output_tokens += len(scheduled.num_scheduled_tokens)
         engine.trace.clear()
         for name, (request, tokens, event) in list(waiting.items()):
             if request.num_output_tokens > tokens:
                 event.resumed_after = clock.now - event.time
                 del waiting[name]
+    run.output_tokens = sum(map(len, engine.outputs.values()))
     run.seconds = clock.now
     return run
 

@@ -1,5 +1,7 @@
 """Figures of a decode run, from small traces written by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from pd_integration.bench.figures import figures, percentile, preempted_numbers, ratio, request_number, resumptions
@@ -59,9 +61,17 @@ def test_figures_of_a_run() -> None:
     assert found["tokens_per_s"] == pytest.approx(6 / 3.5)
     assert (found["steps"], found["scheduled_tokens"], found["preemptions"]) == (4, 7, 1)
     assert found["computed_again"] == 1
+    assert found["kv_in_use"] == 0.5
+    assert found["loading_s"] == 0
     assert (found["itl_p50_ms"], found["itl_p99_ms"]) == (1000.0, 3000.0)
     assert (found["preempted_itl_p50_ms"], found["preempted_itl_p99_ms"]) == (3000.0, 3000.0)
     assert (found["resume_s"], found["resume_steps"]) == (2.5, 3)
+
+
+def test_time_of_a_load_behind_the_step_is_told_apart() -> None:
+    steps = [*STEPS[:2], step(3.0, {A: [6, 1, 0]}), *STEPS[3:]]
+    steps[2] = replace(steps[2], status={B: "WAITING_FOR_REMOTE_KVS"})
+    assert figures(TIMES, [1.0, 1.0], steps)["loading_s"] == 1.0
 
 
 def test_figures_without_preemptions_have_nothing_about_them() -> None:

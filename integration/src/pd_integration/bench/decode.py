@@ -118,6 +118,7 @@ def table_rows(cell: dict[str, Any]) -> list[dict[str, Any]]:
             "steps": row["steps"],
             "preemptions": row["preemptions"],
             "computed again": row["computed_again"] + row["resent_tokens"],
+            "KV in use": row["kv_in_use"],
             "ITL p50 ms": row["itl_p50_ms"],
             "p99": row["itl_p99_ms"],
             "preempted p50": row["preempted_itl_p50_ms"],

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 
-from pd_integration.trace import Step, histories
+from pd_integration.trace import LOADING, Step, histories
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
@@ -65,6 +65,8 @@ def figures(times: Sequence[Sequence[float]], sent: Sequence[float], steps: Sequ
     every = [value for own in latencies for value in own]
     theirs = [value for number in sorted(preempted) for value in latencies[number]]
     resumed = resumptions(times, steps)
+    known = histories(list(steps)).values()
+    loading = [lane.end - lane.start for history in known for lane in history.lane if lane.kind == LOADING]
     seconds = max(own[-1] for own in times) - min(sent)
     tokens = sum(map(len, times))
     return {
@@ -74,7 +76,9 @@ def figures(times: Sequence[Sequence[float]], sent: Sequence[float], steps: Sequ
         "steps": sum(bool(step.tokens) for step in steps),
         "scheduled_tokens": sum(count for step in steps for _, count, _ in step.tokens.values()),
         "preemptions": sum(len(step.preempted) for step in steps),
-        "computed_again": sum(history.recomputed for history in histories(list(steps)).values()),
+        "computed_again": sum(history.recomputed for history in known),
+        "kv_in_use": statistics.fmean(step.usage for step in steps),
+        "loading_s": sum(loading),
         "itl_p50_ms": percentile(every, 50),
         "itl_p99_ms": percentile(every, 99),
         "preempted_itl_p50_ms": percentile(theirs, 50),

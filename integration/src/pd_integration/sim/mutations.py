@@ -67,14 +67,8 @@ MUTATIONS = (
     Mutation(
         "the blocks of a load that failed within its step are not reported",
         "offload_connector/worker.py",
-        "self._failed_blocks.update(within.pairs[:, 1].tolist())",
+        "self._failed_blocks.update(load.pairs[:, 1].tolist())",
         "pass",
-    ),
-    Mutation(
-        "a step that overlaps builds on a failed load that is recomputed",
-        "offload_connector/within_step.py",
-        "if not self._can_be_found or (self._overlapping_steps and self._goes_back):",
-        "if not self._can_be_found:",
     ),
     Mutation(
         "a failed copy counts as done",

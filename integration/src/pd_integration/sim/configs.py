@@ -60,7 +60,7 @@ def vllm_config(scenario: Scenario, block_bytes: int) -> VllmConfig:
     scheduler = config.scheduler_config = copy.copy(config.scheduler_config)
     scheduler.async_scheduling = scenario.mode == "async"
     scheduler.max_num_seqs = scenario.max_num_seqs
-    scheduler.max_num_batched_tokens = scenario.token_budget
+    scheduler.max_num_batched_tokens = scheduler.max_num_scheduled_tokens = scenario.token_budget
     scheduler.policy = "priority" if scenario.priority else "fcfs"
     cache = config.cache_config = copy.copy(config.cache_config)
     cache.enable_prefix_caching = scenario.prefix_caching

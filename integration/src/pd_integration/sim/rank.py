@@ -78,6 +78,12 @@ class Rank:
             done.record(self.module.compute)
         self._outputs[plan.number] = (ModelRunnerOutput([], {}, kv_connector_output=output), done)
 
+    def settle(self) -> None:
+        """Wait until the device has done all that was submitted."""
+        done = self.module.Event()
+        done.record(self.module.compute)
+        self._clock.wait(done.query, f"what rank {self.rank} computes")
+
     def executed(self, plan: StepPlan) -> bool:
         return plan.number in self._outputs
 

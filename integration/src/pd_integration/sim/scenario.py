@@ -8,6 +8,7 @@ from random import Random
 from typing import Any, Literal
 
 from block_mapper import GroupKind, KVGroup
+from pd_integration._vllm import FREES_WINDOWS_TOO_EARLY, LOSES_COUNT_OF_DRAFTS, NEEDS_WHOLE_BLOCKS
 
 BLOCK = 4
 MODELS: dict[str, tuple[KVGroup, ...]] = {
@@ -118,10 +119,16 @@ def generate(seed: int, steps: int) -> Scenario:
     mode = pick(("sync", "async", *MODES))
     model = pick(("full", "full", *MODELS))
     num_drafts = 0 if mode == "pipeline" else pick((0, 0, 1, 3))
+    if FREES_WINDOWS_TOO_EARLY and any(group.window for group in MODELS[model]):
+        num_drafts = 0
+    if LOSES_COUNT_OF_DRAFTS and "aligned" in model:
+        num_drafts = 0
     lookahead = pick((0, num_drafts)) if mode == "sync" else num_drafts
     max_num_seqs = random.randint(2, 6)
     # A decode node's budget: a token for each request, and its drafts; sometimes more.
     token_budget = max_num_seqs * (1 + num_drafts) * pick((1, 1, 2, 4)) + max_num_seqs * (lookahead > 0)
+    if NEEDS_WHOLE_BLOCKS and "aligned" in model:
+        token_budget = max(token_budget, BLOCK)
     max_model_len = pick((24, 40, 64))
     num_blocks = least = least_blocks(model, max_model_len, num_drafts, lookahead, token_budget, mode)
     sibling = pick(("none", *SIBLINGS))

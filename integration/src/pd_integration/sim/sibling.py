@@ -25,7 +25,12 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from block_mapper import GroupKind
-from pd_integration._vllm import FAILED_LOADS_BY_BLOCK, KVConnectorTransferResults
+from pd_integration._vllm import (
+    FAILED_LOADS_BY_BLOCK,
+    FREES_BLOCKS_IN_FLIGHT,
+    HITS_MAY_BE_TAKEN,
+    KVConnectorTransferResults,
+)
 from pd_integration.sim.clock import Clock
 from pd_integration.sim.forward import Layers, first_attended
 from pd_integration.sim.memory import POISON, RankMemory, rows_and_columns
@@ -36,7 +41,8 @@ REMOTE = {"do_remote_prefill": True}
 
 @dataclass
 class Outside:
-    """The world that sibling connectors see; the simulation sets `memory` before it makes each rank's connector.
+    """The world that sibling connectors see; the simulation sets `memory` and `settle` before it makes each rank's
+    connector.
 
     fails: asked once a load and rank. by_block: report failures by block id instead of by request id; vLLM takes that
     from models with one group only, and gets it right only when that is full attention. undecided: asked at each
@@ -54,6 +60,7 @@ class Outside:
     undecided: Callable[[], bool]
     claimed: Callable[[str], None]
     memory: RankMemory | None = None
+    settle: Callable[[], None] | None = None
 
 
 outside: Outside | None = None
@@ -82,6 +89,7 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
         assert outside is not None, "only a simulation makes this connector"
         self._outside = outside
         self._memory = outside.memory
+        self._settle = outside.settle
         self._planned: list[RemoteLoad] = []
         self._finished: set[str] = set()
         self._failed: set[str] = set()
@@ -94,6 +102,8 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
             return 0, False
         if self._outside.undecided():
             return None, False
+        if HITS_MAY_BE_TAKEN and num_computed_tokens and len(self._outside.layers.groups) > 1:
+            return 0, False
         count = self._claim(request) - num_computed_tokens
         return max(0, count), count > 0
 
@@ -140,7 +150,11 @@ class ScriptedConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _start(self, load: RemoteLoad) -> None:
         assert self._memory is not None
+        assert self._settle is not None
         memory, clock = self._memory, self._outside.clock
+        if FREES_BLOCKS_IN_FLIGHT:
+            # Nothing else keeps the other machine from writing what a step in flight writes; that race is vLLM's own.
+            self._settle()
         parts = [part for g in range(len(load.tables)) for part in self._parts(load, g)]
         blocks = {int(block) for _, rows, _, _ in parts for block in rows}
         write = memory.begin_outside_write(blocks)

@@ -135,6 +135,7 @@ class Simulation:
         rank = Rank(index, self.clock, random, memory, self.layers, s.early_output)
         assert sibling.outside is not None
         sibling.outside.memory = memory
+        sibling.outside.settle = rank.settle
         faults = self._random("faults", index)
         path = SimulatedPath(
             memory,

@@ -25,10 +25,12 @@ try:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.forward_context import ForwardContext
     from vllm.logger import init_logger
+    from vllm.v1 import kv_cache_interface
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash as external_block_hash
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         FullAttentionSpec,
@@ -59,11 +61,20 @@ except ImportError:
 else:
     FAILED_LOADS_BY_BLOCK = False
 
+HITS_MAY_BE_TAKEN = not hasattr(SingleTypeKVCacheManager, "add_local_computed_blocks")
+"""vLLM 0.23 takes a group's blocks for outside tokens before it holds the prefix hits of the groups behind it. A hit
+that nobody holds may be among what it takes: two groups then share a block."""
+
+LOSES_COUNT_OF_DRAFTS = not hasattr(kv_cache_interface, "get_mamba_prefill_checkpoint_position")
+"""vLLM 0.28 lets a step end at a block boundary among the drafts, for models whose recurrent states are kept there."""
+
 MEDIUM_CPU = "CPU"
 """Where an event's block lies; vLLM has the name since 0.28, and the same value."""
 
 __all__ = [
     "FAILED_LOADS_BY_BLOCK",
+    "HITS_MAY_BE_TAKEN",
+    "LOSES_COUNT_OF_DRAFTS",
     "MEDIUM_CPU",
     "SUPPORTED",
     "BlockRemoved",

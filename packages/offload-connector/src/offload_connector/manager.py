@@ -13,6 +13,8 @@ import numpy as np
 
 from block_mapper import HostPool, HostPoolFull, JobDone, KVGroup, SavedRequests, State, UnsupportedGroup
 from offload_connector._vllm import (
+    HITS_MAY_BE_TAKEN,
+    LOSES_COUNT_OF_DRAFTS,
     KVCacheConfig,
     KVCacheEvent,
     Request,
@@ -102,6 +104,11 @@ class OffloadManager:
         except UnsupportedGroup as refusal:
             logger.warning("Recompute offload keeps nothing for this model: %s", refusal)
             return cls((), world_size, str(refusal))
+        aligned = vllm_config.cache_config.mamba_cache_mode == "align"
+        if LOSES_COUNT_OF_DRAFTS and aligned and any(group.speculative_blocks for group in groups):
+            refusal = "before 0.32, vLLM loses count of drafts where prefix caching keeps recurrent states"
+            logger.warning("Recompute offload keeps nothing for this model: %s", refusal)
+            return cls((), world_size, refusal)
         hashes = None
         if config.share_prefixes:
             hashes = PrefixHashes(groups, kv_cache_config, hash_block_size(vllm_config, kv_cache_config))
@@ -185,6 +192,9 @@ class OffloadManager:
             self._drop(req_id)
             return "unsupported"
         self._plans.add(STORE, req_id, pairs)
+        if request.status is not RequestStatus.RUNNING:
+            # Unlike after a preemption, its blocks may go to another request in this very step.
+            self._plans.store_first()
         if self._events is not None:
             self._events.saved(self._plans.job(STORE))
         num_blocks = sum(int(np.count_nonzero(table)) for table in self._saved.host_tables(req_id))
@@ -229,7 +239,7 @@ class OffloadManager:
         if state is not State.RESTORABLE:
             return 0, False
         num_tokens = self._tokens_to_restore(request)
-        if num_tokens <= num_device_tokens:
+        if num_tokens <= num_device_tokens or (HITS_MAY_BE_TAKEN and num_device_tokens and len(self._groups) > 1):
             return 0, False
         return num_tokens - num_device_tokens, not self._loads_within_step(request.request_id)
 

@@ -29,11 +29,14 @@ class OffloadMetadata(KVConnectorMetadata):
 
     `store` runs before any block is zeroed or written in this step; `load_now` before its forward, which waits for it;
     `load_behind` whenever the blocks are free of earlier work, and nothing but its own requests waits for it.
+
+    `store_first`: the store must have ended before the step goes on; another machine may write its blocks in this step.
     """
 
     store: CopyJob | None = None
     load_now: CopyJob | None = None
     load_behind: CopyJob | None = None
+    store_first: bool = False
 
 
 @dataclass

@@ -28,6 +28,7 @@ class Plans:
         self.open_jobs: set[int] = set()
         self._last_job = 0
         self._plans: dict[str, _Plan] = {}
+        self._store_first = False
 
     def job(self, kind: str) -> int:
         """Return the number of this step's job of `kind`; nothing is planned by asking."""
@@ -43,6 +44,10 @@ class Plans:
         plan.pairs.append(pairs)
         plan.requests.append(req_id)
 
+    def store_first(self) -> None:
+        """This step's store must have ended before anything else of the step begins."""
+        self._store_first = True
+
     def take(self) -> OffloadMetadata:
         """Hand out the jobs planned since the last call."""
         if not self._plans:
@@ -52,5 +57,6 @@ class Plans:
             requests = tuple(plan.requests) if kind == LOAD_BEHIND else ()
             jobs[kind] = CopyJob(plan.job, np.concatenate(plan.pairs), requests)
             self.open_jobs.add(plan.job)
+        store_first, self._store_first = self._store_first, False
         self._plans = {}
-        return OffloadMetadata(**jobs)
+        return OffloadMetadata(**jobs, store_first=store_first)

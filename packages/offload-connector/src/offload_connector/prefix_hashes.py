@@ -29,7 +29,8 @@ class PrefixHashes:
         tokens = request.all_token_ids
         hashes: list[list[Hashable]] = []
         for block_size, per_block, drafts in self._groups:
-            ends = request.block_hashes[per_block - 1 :: per_block]
+            # Where vLLM hashes more than a block at once, none of it can be told from a prefix.
+            ends = request.block_hashes[per_block - 1 :: per_block] if per_block else []
             if drafts:
                 # A draft layer's KV at a position is computed from the token after it: the last one of a block depends
                 # on the first token of the next.

@@ -92,6 +92,8 @@ class OffloadWorker:
                 self._checksums.note_store(store.pairs)
             self._engine.submit(store.job, store.pairs, Direction.STORE)
             self._open_stores.append(store.job)
+            if metadata.store_first:
+                self._engine.wait(store.job, COPY_TIMEOUT)
 
     def load(self, metadata: OffloadMetadata) -> None:
         """Start this step's loads; called before the forward if `load_now` is there, else at any time in the step."""

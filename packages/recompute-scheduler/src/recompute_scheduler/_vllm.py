@@ -85,8 +85,9 @@ def holding_queue(scheduler: Scheduler) -> list[Request]:
     if hasattr(scheduler, "kv_holding_waiting"):
         return list(scheduler.kv_holding_waiting)
     no_blocks_yet = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-    passed_over = [request for request in scheduler.skipped_waiting if request.status is not no_blocks_yet]
-    return passed_over + [request for request in scheduler.waiting if request.num_computed_tokens > 0]
+    queue = [request for request in scheduler.skipped_waiting if request.status is not no_blocks_yet]
+    queue += [request for request in scheduler.waiting if request.num_computed_tokens > 0]
+    return queue if any(request.num_computed_tokens > 0 for request in queue) else []
 
 
 def promote(scheduler: Scheduler, request: Request) -> None:

@@ -49,6 +49,8 @@ def resolve(scheduler: Scheduler, give_up: Callable[[Request], None]) -> None:
         for request in reversed(without_blocks):
             requeue(scheduler, request)
         return
+    if not holding:
+        return  # they were aborted in the meantime
     last = holding[-1]
     if not _is_ready(last):
         promote(scheduler, last)

@@ -6,7 +6,7 @@ import pytest
 from recording_connector import RecordingConnector
 from vllm.v1.request import RequestStatus
 
-from recompute_scheduler.headroom import GROWTH, LEAST_GROWTH, LONGEST, PATIENCE, Headroom
+from recompute_scheduler.headroom import ALONE, GROWTH, LEAST_GROWTH, LONGEST, PATIENCE, Headroom
 from recompute_scheduler.testing import BLOCK_SIZE, make_kv_cache_config
 
 LENGTH = 500
@@ -27,16 +27,19 @@ def test_nothing_is_kept_free_beyond_the_watermark_when_nobody_waits(headroom):
     assert headroom.blocks(RUNNING, step=1) == 3
 
 
-def test_room_for_the_growth_of_all_running_requests(headroom):
-    headroom.note_saved(saved("a"), step=1)
-    assert headroom.blocks(RUNNING, step=1) == int(len(RUNNING) * LENGTH * GROWTH / BLOCK_SIZE)
+@pytest.mark.parametrize(("waiting", "growth"), [(1, LEAST_GROWTH), (2, 4 * ALONE), (3, 9 * ALONE), (4, GROWTH)])
+def test_room_for_the_growth_of_all_running_requests_the_more_wait_the_larger(headroom, waiting, growth):
+    for name in "abcd"[:waiting]:
+        headroom.note_saved(saved(name), step=1)
+    assert headroom.blocks(RUNNING, step=1) == int(len(RUNNING) * LENGTH * growth / BLOCK_SIZE)
 
 
 def test_it_shrinks_to_the_least_as_the_wait_goes_on(headroom):
-    headroom.note_saved(saved("a"), step=1)
-    kept = [headroom.blocks(RUNNING, step) for step in range(1, 3 * PATIENCE_STEPS)]
+    for name in "ab":
+        headroom.note_saved(saved(name), step=1)
+    kept = [headroom.blocks(RUNNING, step) for step in range(1, 6 * PATIENCE_STEPS)]
     assert kept == sorted(kept, reverse=True)
-    assert kept[-1] == int(len(RUNNING) * LENGTH * LEAST_GROWTH / BLOCK_SIZE)
+    assert kept[0] > kept[-1] == int(len(RUNNING) * LENGTH * LEAST_GROWTH / BLOCK_SIZE)
 
 
 def test_more_waiting_requests_are_let_back_more_slowly(headroom):

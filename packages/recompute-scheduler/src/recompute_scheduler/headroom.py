@@ -4,8 +4,8 @@ A saved request fits as soon as its blocks are free. Taken in at once it fills t
 somebody is preempted again: blocks are copied to and fro and nobody gets far. So while a saved request waits, vLLM's
 admission keeps some blocks free (its own watermark, which never applies when nothing runs):
 
-    free blocks  |<- its blocks ->|<- growth of the running requests by GROWTH of their present length ->|
-                                                     shrinks to LEAST_GROWTH, then to 0, as the wait goes on
+    free blocks  |<- its blocks ->|<- growth of the running requests by a share of their present length ->|
+                                     more if many wait; shrinks to LEAST_GROWTH, then to 0, as the wait goes on
 
 The longer saved requests wait, and the fewer they are, the less is kept free, so that nobody starves; and when nothing
 runs, nothing is.
@@ -16,7 +16,11 @@ from collections.abc import Sequence
 from recompute_scheduler._vllm import FullAttentionSpec, KVCacheConfig, Request, RequestStatus, UniformTypeKVCacheSpecs
 
 GROWTH = 0.6
-"""Running requests shall be able to grow by this share of their length before the cache is full again."""
+"""Running requests shall be able to grow by this share of their length, at most, before the cache is full again."""
+
+ALONE = 0.06
+"""That share when one saved request waits; n * n times as much when n do, for then the cache is far too small. One
+alone comes back soon: held back for the growth of all, it waits in vain beside blocks that nobody uses."""
 
 LEAST_GROWTH = 0.08
 """What is left of that once patience is at its end: with less, the request just resumed is preempted again at once."""
@@ -28,7 +32,7 @@ least growth is kept free; n of them wait n * n times as long."""
 LONGEST = 0.8
 """After so many steps, counted as above, nothing is kept free any more, however many wait.
 
-The four were chosen on traces of short and long requests at 1.25, 2 and 4 times the cache, so that neither preemptions
+The five were chosen on traces of short and long requests at 1.25, 2 and 4 times the cache, so that neither preemptions
 nor the longest wait exceed those of vLLM's own recomputation. Larger values mean fewer preemptions and longer waits."""
 
 
@@ -64,9 +68,10 @@ class Headroom:
             return self.watermark_blocks
         length = sum(request.num_tokens for request in running)
         mean_length = length / len(running)
-        patience = PATIENCE * mean_length * len(self._waiting) ** 2
+        many = len(self._waiting) ** 2
+        patience = PATIENCE * mean_length * many
         waited = step - min(since for _, since in self._waiting.values())
         if waited > LONGEST * mean_length:
             return self.watermark_blocks
-        growth = max(LEAST_GROWTH, GROWTH * (1 - waited / patience))
+        growth = max(LEAST_GROWTH, min(GROWTH, ALONE * many) * (1 - waited / patience))
         return max(self.watermark_blocks, int(length * growth * self._blocks_per_token))

@@ -30,7 +30,9 @@ def make_engine(mode):
     """Return a function that builds an engine whose connector really stores and loads bytes."""
     made = []
 
-    def make(num_blocks, host_blocks=1000, ranks=1, options=None, policy="recompute", **engine_args):
+    def make(
+        num_blocks, host_blocks=1000, ranks=1, options=None, policy="recompute", scheduler_cls=None, **engine_args
+    ):
         extra = {PER_RANK: host_blocks * BLOCK_BYTES, **(options or {})}
         transfer = {**transfer_config(**extra), "kv_load_failure_policy": policy}
         engine_args.setdefault("kv_transfer_config", transfer)
@@ -38,7 +40,7 @@ def make_engine(mode):
         config.parallel_config.world_size = ranks
         kv_cache_config = make_kv_cache_config(num_blocks)
         workers = ByteRanks(config, kv_cache_config, ranks)
-        engine = ScriptedEngine(SCHEDULERS[mode], config, kv_cache_config, workers)
+        engine = ScriptedEngine(scheduler_cls or SCHEDULERS[mode], config, kv_cache_config, workers)
         workers.scheduler = engine.scheduler
         made.append(workers)
         return engine

@@ -48,10 +48,47 @@ def known_only() -> None:
     MultiKVConnectorPromMetrics.observe = observe_known  # type: ignore[method-assign]
 
 
+def register_name() -> None:
+    """Give our connector its short name, unless another package has taken it or takes it later.
+
+    vllm-ascend has a connector of the same name, plugins load in no fixed order, and vLLM's factory raises for a name
+    that is taken. So the name is the other's in either order; `"kv_connector_module_path": "offload_connector"` means
+    ours in any case.
+    """
+    known = KVConnectorFactory._registry.get(NAME)
+    if known is None:
+        KVConnectorFactory.register_connector(NAME, "offload_connector", NAME)
+        KVConnectorFactory._registry[NAME]._offload_connector = True  # type: ignore[attr-defined]
+    elif not hasattr(known, "_offload_connector"):
+        _tell_whose_name()
+    original = KVConnectorFactory.register_connector.__func__  # type: ignore[attr-defined]
+    if hasattr(original, "_offload_connector"):
+        return
+
+    @functools.wraps(original)
+    def register_connector(cls: type[KVConnectorFactory], name: str, *args: Any, **kwargs: Any) -> None:
+        if name == NAME and hasattr(cls._registry.get(NAME), "_offload_connector"):
+            del cls._registry[NAME]
+            _tell_whose_name()
+        original(cls, name, *args, **kwargs)
+
+    register_connector._offload_connector = True  # type: ignore[attr-defined]
+    KVConnectorFactory.register_connector = classmethod(register_connector)  # type: ignore[method-assign,assignment]
+
+
+def _tell_whose_name() -> None:
+    logger.info(
+        'Another package (vllm-ascend, say) has registered %s: the name means its connector. Add "%s": "%s" beside '
+        '"kv_connector" for the one of offload-connector.',
+        NAME,
+        "kv_connector_module_path",
+        "offload_connector",
+    )
+
+
 def register() -> None:
     """Entry point `vllm.general_plugins`; vLLM calls it in every process, possibly more than once."""
-    if NAME not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(NAME, "offload_connector", NAME)
+    register_name()
     create = EngineArgs.create_engine_config
     if hasattr(create, "_offload_connector"):
         return

@@ -18,7 +18,7 @@ from recompute_scheduler.activation import Activation, decide
 from recompute_scheduler.fallback import FALLBACK, STOP_REASON, Fallback
 from recompute_scheduler.headroom import Headroom
 from recompute_scheduler.hook import HOOK, HeedsLoadFailurePolicy, PreemptionHook, find_hooks
-from recompute_scheduler.standstill import is_at_standstill, resolve
+from recompute_scheduler.standstill import is_at_standstill, resolve, take_all_blocks
 
 logger = init_logger("vllm.recompute_scheduler")
 
@@ -103,6 +103,7 @@ class RecomputePreemption(Backports):
             # The KV of running requests is declared invalid; what was kept of requests preempted before is no better.
             for hook in self._hooks:
                 hook.reset_cache()
+            take_all_blocks(self)  # type: ignore[arg-type]
         return super().reset_prefix_cache(reset_running_requests, *args, **kwargs)  # type: ignore[misc]
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:

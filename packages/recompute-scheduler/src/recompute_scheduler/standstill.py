@@ -55,10 +55,26 @@ def resolve(scheduler: Scheduler, give_up: Callable[[Request], None]) -> None:
     if not _is_ready(last):
         promote(scheduler, last)
     give_up(last)
-    scheduler.kv_cache_manager.free(last)
-    scheduler._inflight_prefills.discard(last)
-    last.num_computed_tokens = 0
-    requeue(scheduler, last)
+    _take_blocks(scheduler, last)
+
+
+def take_all_blocks(scheduler: Scheduler) -> None:
+    """Take their blocks from all requests that wait with KV in them: it must be computed again. Loads under way go on.
+
+    vLLM takes those of running requests before it resets its cache, and fails if anybody holds some then.
+    """
+    for request in reversed(_holding(scheduler)):
+        if _has_arrived(scheduler, request):
+            if not _is_ready(request):
+                promote(scheduler, request)
+            _take_blocks(scheduler, request)
+
+
+def _take_blocks(scheduler: Scheduler, request: Request) -> None:
+    scheduler.kv_cache_manager.free(request)
+    scheduler._inflight_prefills.discard(request)
+    request.num_computed_tokens = 0
+    requeue(scheduler, request)
 
 
 def _holding(scheduler: Scheduler) -> list[Request]:

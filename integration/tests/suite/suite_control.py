@@ -12,6 +12,7 @@ from typing import Protocol
 from pd_integration.servers import Server
 
 DOCKER_TIMEOUT_S = 120.0
+FREEZE_TRIES = 5
 
 
 class Control(Protocol):
@@ -62,7 +63,14 @@ class DockerControl:
         self._project = project
 
     def freeze(self, name: str) -> None:
-        docker("pause", self._container(name))
+        for left in reversed(range(FREEZE_TRIES)):
+            try:
+                docker("pause", self._container(name))
+                return
+            except RuntimeError as error:
+                # On busy machines the kernel may not get all processes to stand still at once; runc then lets go.
+                if "unable to freeze" not in str(error) or not left:
+                    raise
 
     def thaw(self, name: str) -> None:
         docker("unpause", self._container(name))

@@ -117,12 +117,16 @@ class Clients:
         return bool(self._resets and self._resets[0].step <= self.step)
 
     def reset(self) -> None:
-        """Carry out a reset that is due, if vLLM would take it now: no load may be under way."""
-        requests = self._scheduler.requests.values()
-        if any(r.status == RequestStatus.WAITING_FOR_REMOTE_KVS or r.is_finished() for r in requests):
+        """Carry out a reset that is due, if it can be now: no load may be under way."""
+        requests, arrived = self._scheduler.requests.values(), self._scheduler.finished_recving_kv_req_ids
+        loading = [r for r in requests if r.status == RequestStatus.WAITING_FOR_REMOTE_KVS]
+        if any(r.is_finished() for r in requests) or any(r.request_id not in arrived for r in loading):
             return
-        if any(r.num_computed_tokens and r.status != RequestStatus.RUNNING for r in requests):
-            return  # loaded, and not running yet
+        loaded = bool(loading) or any(r.num_computed_tokens and r.status != RequestStatus.RUNNING for r in requests)
+        # vLLM alone can't; what it does is compared with what we do only where nothing was kept.
+        if loaded and not (self._resets[0].running and self._features["preempted_offloaded"]):
+            return
+        self._features["reset with loaded requests"] += loaded
         reset = self._resets.pop(0)
         done = self._scheduler.reset_prefix_cache(reset.running, reset.connector)
         self._features["reset with running requests" if reset.running else "reset"] += 1

@@ -40,6 +40,7 @@ _REQUIRED = (
     "ended by a failed load",
     "reset",
     "reset with running requests",
+    "reset with loaded requests",
     "decode step",
     "draft accepted",
     "draft rejected",

@@ -67,7 +67,7 @@ def test_trace_is_written_for_every_scheduler_class(
         def __init__(self) -> None:
             self.requests = {"a": SimpleNamespace(status="RUNNING", num_preemptions=0)}
             self.kv_cache_manager = SimpleNamespace(usage=0.5)
-            self.running, self.waiting, self.kv_holding_waiting = [1], [], []
+            self.running, self.waiting, self.kv_holding_waiting, self.skipped_waiting = [1], [], [], []
 
     monkeypatch.setattr(Scheduler, "schedule", schedule)
     monkeypatch.setenv(STEP_TRACE, str(tmp_path / "trace.jsonl"))

@@ -4,7 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from pd_integration.bench.figures import figures, percentile, preempted_numbers, ratio, request_number, resumptions
+from pd_integration.bench.figures import (
+    ActiveTime,
+    figures,
+    percentile,
+    preempted_numbers,
+    ratio,
+    request_number,
+    resumptions,
+)
 from pd_integration.trace import Step
 
 
@@ -78,3 +86,9 @@ def test_figures_without_preemptions_have_nothing_about_them() -> None:
     found = figures([TIMES[0]], [1.0], [step(1.0, {A: [4, 1, 0]})])
     assert found["preempted_itl_p99_ms"] is found["resume_s"] is None
     assert found["preemptions"] == found["computed_again"] == 0
+
+
+def test_pauses_are_taken_out_of_the_times_behind_them() -> None:
+    active = ActiveTime([(10.0, 12.0), (20.0, 25.0)])
+    assert [active(t) for t in (9.0, 10.0, 12.0, 19.0, 25.0, 30.0)] == [9.0, 10.0, 10.0, 17.0, 18.0, 23.0]
+    assert ActiveTime([])(5.0) == 5.0

@@ -149,9 +149,9 @@ class Cell:
 
 PRESSURES = (1.25, 2.0, 4.0)
 GRID = (
-    *(Cell(256, pressure) for pressure in PRESSURES),
-    *(Cell(1024, pressure, output=448) for pressure in PRESSURES),
-    *(Cell(4096, pressure, requests=18, output=320) for pressure in PRESSURES),
+    *(Cell(256, pressure, output=192) for pressure in PRESSURES),
+    *(Cell(1024, pressure, output=320) for pressure in PRESSURES),
+    *(Cell(4096, pressure, requests=18, output=256) for pressure in PRESSURES),
 )
 """Outputs that let a request grow into the room of another, and requests enough for that to happen, in a minute."""
-PD = (Cell(1024, 2.0, Source.PREFILL, output=448),)
+PD = (Cell(1024, 2.0, Source.PREFILL, output=320),)

@@ -1,6 +1,7 @@
 """What preemption costs a Decode node, against every alternative: `python -m pd_integration.bench.decode`.
 
-Each cell of the grid runs all its arms one after the other on real engines, with the same requests in the same order.
+Each cell of the grid runs all its arms on real engines, with the same requests in the same order. The engines take
+turns of a quarter of a second; their clocks stand still while others run, though transfers under way do not.
 Cells "made up" have the Decode engine alone: vLLM's DecodeBenchConnector stands in for Prefill, writing some values as
 the prompts' KV. Cells "Prefill" have a real Prefill server, and the KV comes over Mooncake.
 """
@@ -12,7 +13,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,49 +36,54 @@ from pd_integration.bench.cells import (
 )
 from pd_integration.bench.decode_engine import Job, Outcome
 from pd_integration.bench.decode_engine import run as run_engine
-from pd_integration.bench.figures import figures, ratio
+from pd_integration.bench.figures import ActiveTime, figures, ratio
 from pd_integration.bench.prefill import PrefillClient, prefill_server
-from pd_integration.bench.process import call
+from pd_integration.bench.process import Task, take_turns
 from pd_integration.families.run import prepare_environment
 from pd_integration.servers import terminate_as_interrupt
 from pd_integration.trace import read_trace
 
-ARM_TIMEOUT_S = 240.0
+CELL_TIMEOUT_S = 600.0
 
 
 class Bench:
-    """Runs jobs, each in a process of its own, and remembers which arms this platform refuses."""
+    """Runs the arms of a cell, each in a process of its own, and remembers which ones this platform refuses."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self.model = write_bench_model(run_dir / "model")
         self.refused: dict[str, str] = {}
 
-    def run(self, cell: Cell, arm: Arm, prefill: PrefillClient | None) -> dict[str, Any] | None:
-        """The row of one arm; None if the platform refuses it.
+    def run(self, cell: Cell, arms: Sequence[Arm], prefill: PrefillClient | None) -> list[dict[str, Any]]:
+        """The rows of ``arms``, which take turns; those that the platform refuses have none.
 
         Raises:
-            RuntimeError: the engine failed or took too long; with its traceback or the place of its log.
+            RuntimeError: an engine failed or took too long; with its traceback or the place of its log.
         """
-        if arm.name in self.refused:
-            return None
-        name = f"{cell.prompt}-{cell.pressure:g}-{cell.source.name}-{arm.name}".replace(" ", "_")
-        job = Job(self.model, cell, arm, self._run_dir / f"{name}.jsonl", prefill)
-        try:
-            outcome = call(run_engine, job, self._run_dir / f"{name}.log", ARM_TIMEOUT_S)
-        except RuntimeError as error:
-            raise RuntimeError(f"{name}: {error}") from error
-        if outcome.refused is not None:
-            self.refused[arm.name] = outcome.refused
-            return None
-        return {"arm": arm.name, **_row(outcome, job.trace)}
+        tasks, traces = [], []
+        arms = [arm for arm in arms if arm.name not in self.refused]
+        for arm in arms:
+            name = f"{cell.prompt}-{cell.pressure:g}-{cell.source.name}-{arm.name}".replace(" ", "_")
+            traces.append(self._run_dir / f"{name}.jsonl")
+            tasks.append(
+                Task(run_engine, Job(self.model, cell, arm, traces[-1], prefill), self._run_dir / f"{name}.log")
+            )
+        rows = []
+        for arm, trace, outcome in zip(arms, traces, take_turns(tasks, CELL_TIMEOUT_S), strict=True):
+            if outcome.refused is not None:
+                self.refused[arm.name] = outcome.refused
+            else:
+                rows.append({"arm": arm.name, **_row(outcome, trace)})
+        return rows
 
 
 def _row(outcome: Outcome, trace: Path) -> dict[str, Any]:
-    steps = read_trace(trace)
+    active = ActiveTime(outcome.pauses)
+    steps = [replace(step, t=active(step.t)) for step in read_trace(trace)]
+    times = [[active(t) for t in own] for own in outcome.times]
     prefix = "vllm:recompute_offload_"
     return {
-        **figures(outcome.times, outcome.sent, steps),
+        **figures(times, [active(t) for t in outcome.sent], steps),
         "cpu_s": outcome.cpu_s,
         "resent": len(outcome.resent_tokens),
         "resent_tokens": sum(outcome.resent_tokens),
@@ -166,13 +172,8 @@ def run(cells: Sequence[Cell], arms: Sequence[str], run_dir: Path, console: Cons
                 console.print(f"[{time.monotonic() - began:.0f} s] start Prefill", markup=False)
                 with_prefill = [cell for cell in cells if cell.source is Source.PREFILL]
                 prefill = stack.enter_context(prefill_server(bench.model, with_prefill, run_dir / "prefill.log"))
-            rows = []
-            for arm in cell.arms():
-                if arms and arm.name not in needed | set(arms):
-                    continue
-                if (row := bench.run(cell, arm, prefill)) is not None:
-                    rows.append(row)
-            finished.append(finish_cell(cell, rows))
+            chosen = [arm for arm in cell.arms() if not arms or arm.name in needed | set(arms)]
+            finished.append(finish_cell(cell, bench.run(cell, chosen, prefill)))
             console.print(f"[{time.monotonic() - began:.0f} s]", markup=False)
             record.show(record.table(title(finished[-1]), table_rows(finished[-1])))
     return {

@@ -16,6 +16,7 @@ from pd_integration import step_trace
 from pd_integration.bench import peers
 from pd_integration.bench.cells import BLOCK_TOKENS, BUDGET, HOST_BYTES, MAX_NUM_SEQS, Arm, Cell, Source
 from pd_integration.bench.prefill import PrefillClient
+from pd_integration.bench.process import Turns
 from pd_integration.deployment import mooncake
 
 IDLE_S = 0.0005
@@ -37,7 +38,7 @@ class Outcome:
     """What one run gave: per request its token ids and the time (since the epoch) at which each came.
 
     ``metrics`` are vLLM's counters and gauges by name, ``cpu_s`` the processor time of the whole engine process.
-    ``refused`` says why the arm cannot run on this platform.
+    ``pauses`` are the times in which other arms ran. ``refused`` says why the arm cannot run on this platform.
     """
 
     tokens: list[list[int]] = field(default_factory=list)
@@ -45,6 +46,7 @@ class Outcome:
     sent: list[float] = field(default_factory=list)
     resent_tokens: list[int] = field(default_factory=list)
     cpu_s: float = 0.0
+    pauses: list[tuple[float, float]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     refused: str | None = None
 
@@ -98,8 +100,8 @@ def engine_arguments(job: Job) -> dict[str, Any]:
     }
 
 
-def run(job: Job) -> Outcome:
-    """Start the engine and drive the cell's requests through it."""
+def run(job: Job, turns: Turns) -> Outcome:
+    """Start the engine and drive the cell's requests through it, in turn with the cell's other arms."""
     from vllm import LLM
 
     if job.arm.free_copies:
@@ -111,7 +113,7 @@ def run(job: Job) -> Outcome:
         if job.arm.peer is None:
             raise
         return Outcome(refused=str(error).splitlines()[0])
-    outcome = Driver(llm.llm_engine, job.cell, job.prefill).run()
+    outcome = Driver(llm.llm_engine, job.cell, job.prefill, turns).run()
     for metric in llm.get_metrics():
         if hasattr(metric, "value"):
             name = ":".join([metric.name, *(metric.labels[key] for key in ("reason",) if key in metric.labels)])
@@ -129,8 +131,9 @@ def stub_copies() -> None:
 class Driver:
     """Adds the requests of ``cell`` to ``engine`` as others end, steps it, and notes every token."""
 
-    def __init__(self, engine: Any, cell: Cell, prefill: PrefillClient | None) -> None:
+    def __init__(self, engine: Any, cell: Cell, prefill: PrefillClient | None, turns: Turns) -> None:
         self._engine = engine
+        self._turns = turns
         self._prefill = prefill
         self._pool = ThreadPoolExecutor(MAX_NUM_SEQS)
         self._prompts = cell.prompts()
@@ -144,12 +147,14 @@ class Driver:
     def run(self) -> Outcome:
         """Step to the end of the last request."""
         running = self._engine.engine_core.engine_core.scheduler.running
+        self._turns.begin()
         began = time.process_time()
         while self._next < len(self._prompts) or self._here:
             while self._next < len(self._prompts) and len(self._here) < MAX_NUM_SEQS:
                 self._send(self._next)
                 self._next += 1
             self._take_from_prefill()
+            self._turns.give()
             if not self._engine.has_unfinished_requests():
                 time.sleep(IDLE_S)
                 continue
@@ -158,6 +163,7 @@ class Driver:
             if not outputs and not running:
                 time.sleep(IDLE_S)  # as vLLM's engine core does when a step had nothing to run
         self._outcome.cpu_s = time.process_time() - began
+        self._outcome.pauses = self._turns.pauses
         self._pool.shutdown()
         return self._outcome
 

@@ -6,7 +6,7 @@ import math
 import statistics
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from pd_integration.trace import LOADING, Step, histories
 
@@ -45,6 +45,17 @@ def resumptions(times: Sequence[Sequence[float]], steps: Sequence[Step]) -> list
                 # A preempted request that preempts again before its next token counts once for each.
                 found.append((end - step.t, sum(step.t <= t < end for t in work)))
     return found
+
+
+class ActiveTime:
+    """Times since the epoch, with the ``pauses`` (start, end) before them taken out."""
+
+    def __init__(self, pauses: Sequence[tuple[float, float]]) -> None:
+        self._ends = [end for _, end in pauses]
+        self._gone = list(accumulate((end - start for start, end in pauses), initial=0.0))
+
+    def __call__(self, time: float) -> float:
+        return time - self._gone[bisect_right(self._ends, time)]
 
 
 def preempted_numbers(steps: Sequence[Step]) -> set[int]:

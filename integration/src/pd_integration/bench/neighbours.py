@@ -21,7 +21,7 @@ from pd_integration.bench import record
 from pd_integration.bench.cells import ARM_OURS, BLOCK_BYTES, BLOCK_TOKENS, Cell, write_bench_model
 from pd_integration.bench.decode_engine import Job, engine_arguments
 from pd_integration.bench.figures import percentile, ratio
-from pd_integration.bench.process import call
+from pd_integration.bench.process import Task, Turns, take_turns
 from pd_integration.families.run import prepare_environment
 
 NEIGHBOURS = 8
@@ -41,7 +41,7 @@ class Load:
     cycles: int
 
 
-def run(load: Load) -> dict[str, list[float]]:
+def run(load: Load, turns: Turns) -> dict[str, list[float]]:
     """Seconds of each step with transfers, in the cycles with copies and in those without."""
     from vllm import LLM, SamplingParams
 
@@ -124,7 +124,8 @@ def main() -> None:
     rows = []
     for tokens in (256, 1024, 4096):
         load = Load(model, options.run_dir / f"{tokens}.jsonl", tokens, options.cycles)
-        rows.append(row(tokens, call(run, load, options.run_dir / f"{tokens}.log", TIMEOUT_S)))
+        [seconds] = take_turns([Task(run, load, options.run_dir / f"{tokens}.log")], TIMEOUT_S)
+        rows.append(row(tokens, seconds))
     record.show(record.table(f"Inter-token latency of {NEIGHBOURS} neighbours of two victims", rows))
     path = record.write("neighbours", {"neighbours": NEIGHBOURS, "rows": rows}, options.reports)
     Console().print(f"wrote {path}", markup=False)

@@ -12,8 +12,9 @@ import argparse
 import contextlib
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,12 +159,15 @@ def summary_rows(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def run(cells: Sequence[Cell], arms: Sequence[str], run_dir: Path, console: Console) -> dict[str, Any]:
-    """Run ``cells``; only the ``arms`` named, if any are, beside those that the ratios need."""
+def run(
+    cells: Sequence[Cell], arms: Sequence[str], run_dir: Path, console: Console, save: Callable[[dict[str, Any]], Path]
+) -> dict[str, Any]:
+    """Run ``cells``; only the ``arms`` named, if any are, beside those that the ratios need. Save after each cell."""
     began = time.monotonic()
     bench = Bench(run_dir)
     needed = {arm.name for arm in (ARM_AMPLE, ARM_OURS, ARM_FREE, ARM_RECOMPUTE)}
-    finished = []
+    done: dict[str, Any] = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": BUDGET, "refused": bench.refused}
+    finished = done["cells"] = []
     with contextlib.ExitStack() as stack:
         prefill = None
         # Those that need Prefill last: until then no other server is there to disturb.
@@ -174,15 +178,11 @@ def run(cells: Sequence[Cell], arms: Sequence[str], run_dir: Path, console: Cons
                 prefill = stack.enter_context(prefill_server(bench.model, with_prefill, run_dir / "prefill.log"))
             chosen = [arm for arm in cell.arms() if not arms or arm.name in needed | set(arms)]
             finished.append(finish_cell(cell, bench.run(cell, chosen, prefill)))
-            console.print(f"[{time.monotonic() - began:.0f} s]", markup=False)
+            done["seconds"] = time.monotonic() - began
+            save(done)
+            console.print(f"[{done['seconds']:.0f} s]", markup=False)
             record.show(record.table(title(finished[-1]), table_rows(finished[-1])))
-    return {
-        "seconds": time.monotonic() - began,
-        "max_num_seqs": MAX_NUM_SEQS,
-        "max_num_batched_tokens": BUDGET,
-        "refused": bench.refused,
-        "cells": finished,
-    }
+    return done
 
 
 def main() -> None:
@@ -208,11 +208,13 @@ def main() -> None:
     options.run_dir.mkdir(parents=True)
     console = Console()
     with terminate_as_interrupt():
-        done = run(cells, options.arm, options.run_dir, console)
+        done = run(
+            cells, options.arm, options.run_dir, console, partial(record.write, "decode", directory=options.reports)
+        )
     record.show(record.table("The connector against its bound and against recompute", summary_rows(done["cells"])))
     for name, reason in done["refused"].items():
         console.print(f"{name} does not run on this platform: {reason}", markup=False, soft_wrap=True)
-    console.print(f"wrote {record.write('decode', done, options.reports)}", markup=False)
+    console.print(f"wrote {options.reports / 'bench-decode.json'}", markup=False)
 
 
 if __name__ == "__main__":

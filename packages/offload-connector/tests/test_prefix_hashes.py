@@ -28,6 +28,12 @@ def test_a_draft_layers_block_depends_on_the_token_after_it():
     assert hashes(groups, list(range(8)), ["a", "b"], eagle=[0]) == [[("a", 4)]]
 
 
+def test_a_group_whose_blocks_are_smaller_than_a_hash_shares_nothing():
+    """vLLM hashes by the largest block where recurrent states are not kept at block boundaries."""
+    groups = [KVGroup(GroupKind.FULL, 2), KVGroup(GroupKind.RECURRENT, 4)]
+    assert hashes(groups, list(range(8)), ["a", "b"]) == [[], ["a", "b"]]
+
+
 def run(make_engine, share, **options):
     engine = make_engine(14, options={"enable_offload_prefix_caching": share}, **options)
     for index in range(6):

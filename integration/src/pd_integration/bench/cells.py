@@ -147,11 +147,14 @@ class Cell:
         return self.blocks(self.pressure if arm.pressure else AMPLE / 2)
 
 
-PRESSURES = (1.25, 2.0, 4.0)
-GRID = (
-    *(Cell(256, pressure, output=192) for pressure in PRESSURES),
-    *(Cell(1024, pressure, output=320) for pressure in PRESSURES),
-    *(Cell(4096, pressure, requests=18, output=256) for pressure in PRESSURES),
+GRID = tuple(
+    cell
+    for pressure in (2.0, 1.25, 4.0)
+    for cell in (
+        Cell(256, pressure, output=192),
+        Cell(1024, pressure, output=320),
+        Cell(4096, pressure, requests=18, output=256),
+    )
 )
 """Outputs that let a request grow into the room of another, and requests enough for that to happen, in a minute."""
 PD = (Cell(1024, 2.0, Source.PREFILL, output=320),)

@@ -9,10 +9,10 @@ the prompts' KV. Cells "Prefill" have a real Prefill server, and the KV comes ov
 from __future__ import annotations
 
 import argparse
-import contextlib
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -105,6 +105,9 @@ def finish_cell(cell: Cell, rows: list[dict[str, Any]]) -> dict[str, Any]:
     figures_of_cell = {
         "ours_to_free": ratio(ours["tokens_per_s"], free["tokens_per_s"]),
         "ours_to_free_cpu": ratio(free["cpu_s"], ours["cpu_s"]),
+        "copy_share": ratio(
+            sum(ours["offload"].get(f"{copy}_seconds", 0.0) for copy in ("store", "load")), ours["seconds"]
+        ),
         "same_schedule_as_free": [len(t) for t, _ in ours["schedule"]] == [len(t) for t, _ in free["schedule"]],
         "resume_gain": ratio(recompute["resume_s"], ours["resume_s"]),
         "resume_gain_steps": ratio(recompute["resume_steps"], ours["resume_steps"]),
@@ -150,6 +153,7 @@ def summary_rows(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "KV": cell["source"],
             "to free copies, tokens/s": cell["ours_to_free"],
             "to free copies, CPU": cell["ours_to_free_cpu"],
+            "time in copies": cell["copy_share"],
             "same steps": str(cell["same_schedule_as_free"]),
             "recompute's time to next token / ours": cell["resume_gain"],
             "in steps": cell["resume_gain_steps"],
@@ -168,21 +172,21 @@ def run(
     needed = {arm.name for arm in (ARM_AMPLE, ARM_OURS, ARM_FREE, ARM_RECOMPUTE)}
     done: dict[str, Any] = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": BUDGET, "refused": bench.refused}
     finished = done["cells"] = []
-    with contextlib.ExitStack() as stack:
-        prefill = None
-        # Those that need Prefill last: until then no other server is there to disturb.
-        for cell in sorted(cells, key=lambda cell: cell.source is Source.PREFILL):
-            if cell.source is Source.PREFILL and prefill is None:
-                console.print(f"[{time.monotonic() - began:.0f} s] start Prefill", markup=False)
-                with_prefill = [cell for cell in cells if cell.source is Source.PREFILL]
-                prefill = stack.enter_context(prefill_server(bench.model, with_prefill, run_dir / "prefill.log"))
+    for cell in cells:
+        with _prefill(bench.model, cell, run_dir) as prefill:
             chosen = [arm for arm in cell.arms() if not arms or arm.name in needed | set(arms)]
             finished.append(finish_cell(cell, bench.run(cell, chosen, prefill)))
-            done["seconds"] = time.monotonic() - began
-            save(done)
-            console.print(f"[{done['seconds']:.0f} s]", markup=False)
-            record.show(record.table(title(finished[-1]), table_rows(finished[-1])))
+        done["seconds"] = time.monotonic() - began
+        save(done)
+        console.print(f"[{done['seconds']:.0f} s]", markup=False)
+        record.show(record.table(title(finished[-1]), table_rows(finished[-1])))
     return done
+
+
+def _prefill(model: Path, cell: Cell, run_dir: Path) -> AbstractContextManager[PrefillClient | None]:
+    if cell.source is Source.PREFILL:
+        return prefill_server(model, [cell], run_dir / "prefill.log")
+    return nullcontext()
 
 
 def main() -> None:
@@ -196,7 +200,7 @@ def main() -> None:
     options = parser.parse_args()
     cells = [
         cell
-        for cell in (*GRID, *PD)
+        for cell in (*PD, *GRID)
         if (not options.prompt or cell.prompt in options.prompt)
         and (not options.pressure or cell.pressure in options.pressure)
         and (not options.source or cell.source.name.lower() == options.source)

@@ -37,8 +37,8 @@ class Job:
 class Outcome:
     """What one run gave: per request its token ids and the time (since the epoch) at which each came.
 
-    ``metrics`` are vLLM's counters and gauges by name, ``cpu_s`` the processor time of the whole engine process.
-    ``pauses`` are the times in which other arms ran. ``refused`` says why the arm cannot run on this platform.
+    ``metrics`` are vLLM's counters, gauges and sums of histograms by name; ``cpu_s`` is the processor time of the whole
+    engine process. ``pauses`` are the times in which other arms ran. ``refused`` says why the arm cannot run on this platform.
     """
 
     tokens: list[list[int]] = field(default_factory=list)
@@ -115,9 +115,11 @@ def run(job: Job, turns: Turns) -> Outcome:
         return Outcome(refused=str(error).splitlines()[0])
     outcome = Driver(llm.llm_engine, job.cell, job.prefill, turns).run()
     for metric in llm.get_metrics():
-        if hasattr(metric, "value"):
+        # A histogram has the sum of what it observed, the others a value.
+        value = metric.value if hasattr(metric, "value") else getattr(metric, "sum", None)
+        if value is not None:
             name = ":".join([metric.name, *(metric.labels[key] for key in ("reason",) if key in metric.labels)])
-            outcome.metrics[name] = outcome.metrics.get(name, 0) + metric.value
+            outcome.metrics[name] = outcome.metrics.get(name, 0) + value
     return outcome
 
 

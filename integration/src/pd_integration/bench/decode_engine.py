@@ -38,7 +38,8 @@ class Outcome:
     """What one run gave: per request its token ids and the time (since the epoch) at which each came.
 
     ``metrics`` are vLLM's counters, gauges and sums of histograms by name; ``cpu_s`` is the processor time of the whole
-    engine process. ``pauses`` are the times in which other arms ran. ``refused`` says why the arm cannot run on this platform.
+    engine process. ``pauses`` are the times in which other arms ran. ``refused`` says why the arm cannot run on this
+    platform.
     """
 
     tokens: list[list[int]] = field(default_factory=list)

@@ -87,7 +87,9 @@ def holding_queue(scheduler: Scheduler) -> list[Request]:
     no_blocks_yet = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
     queue = [request for request in scheduler.skipped_waiting if request.status is not no_blocks_yet]
     queue += [request for request in scheduler.waiting if request.num_computed_tokens > 0]
-    return queue if any(request.num_computed_tokens > 0 for request in queue) else []
+    # One whose load has failed has its blocks until it is promoted.
+    loading = RequestStatus.WAITING_FOR_REMOTE_KVS
+    return queue if any(r.num_computed_tokens > 0 or r.status is loading for r in queue) else []
 
 
 def promote(scheduler: Scheduler, request: Request) -> None:

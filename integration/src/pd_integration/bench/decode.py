@@ -9,6 +9,7 @@ the prompts' KV. Cells "Prefill" have a real Prefill server, and the KV comes ov
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -189,12 +190,25 @@ def _prefill(model: Path, cell: Cell, run_dir: Path) -> AbstractContextManager[P
     return nullcontext()
 
 
+def read_cells(report: Path) -> list[dict[str, Any]]:
+    """The cells of an earlier report."""
+    return json.loads(report.read_text(encoding="utf-8"))["cells"]
+
+
+def save_with(kept: Sequence[dict[str, Any]], reports: Path, done: dict[str, Any]) -> Path:
+    """Write the report of ``done``, and of those cells of ``kept`` that it does not have, in the grid's order."""
+    order = [(cell.source.value, cell.pressure, cell.prompt) for cell in (*PD, *GRID)]
+    cells = {(cell["source"], cell["pressure"], cell["prompt"]): cell for cell in (*kept, *done["cells"])}
+    return record.write("decode", {**done, "cells": [cells[key] for key in order if key in cells]}, reports)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt", type=int, action="append", help="only cells of this prompt length; repeat for more")
     parser.add_argument("--pressure", type=float, action="append", help="only cells of this pressure; repeat for more")
     parser.add_argument("--source", choices=[source.name.lower() for source in Source], help="only cells of this kind")
     parser.add_argument("--arm", action="append", default=[], help="beside the four that ratios need; repeat for more")
+    parser.add_argument("--add", action="store_true", help="keep the report's other cells, from an earlier run")
     parser.add_argument("--run-dir", type=Path, default=Path(".run/bench"), help="model, logs, traces; emptied first")
     parser.add_argument("--reports", type=Path, default=record.REPORTS)
     options = parser.parse_args()

@@ -225,10 +225,9 @@ def main() -> None:
     shutil.rmtree(options.run_dir, ignore_errors=True)
     options.run_dir.mkdir(parents=True)
     console = Console()
+    kept = read_cells(options.reports / "bench-decode.json") if options.add else []
     with terminate_as_interrupt():
-        done = run(
-            cells, options.arm, options.run_dir, console, partial(record.write, "decode", directory=options.reports)
-        )
+        done = run(cells, options.arm, options.run_dir, console, partial(save_with, kept, options.reports))
     record.show(record.table("The connector against its bound and against recompute", summary_rows(done["cells"])))
     for name, reason in done["refused"].items():
         console.print(f"{name} does not run on this platform: {reason}", markup=False, soft_wrap=True)

@@ -1,10 +1,12 @@
 """Cells of a decode report: what is said of them, and how runs are joined."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
+from pd_integration.bench import decode
 from pd_integration.bench.cells import ARM_AMPLE, ARM_FREE, ARM_OURS, ARM_RECOMPUTE, Cell
 from pd_integration.bench.decode import finish_cell, read_cells, save_with
 
@@ -62,3 +64,21 @@ def test_cells_of_an_earlier_run_are_kept_unless_run_again(tmp_path: Path) -> No
     found = [(c["prompt"], c["pressure"], c["run"]) for c in read_cells(path)]
     assert found == [(256, 2.0, 1), (4096, 2.0, 2), (1024, 1.25, 2), (256, 4.0, 1)]
     assert json.loads(path.read_text())["refused"] == {}
+
+
+def test_option_keeps_the_cells_of_the_report_that_is_there(tmp_path: Path, monkeypatch) -> None:
+    earlier = finished()
+    save_with([earlier], tmp_path, {"refused": {}, "cells": []})
+
+    def run(cells, arms, run_dir, console, save) -> dict:
+        assert [cell.prompt for cell in cells] == [1024]
+        done = {"refused": {}, "cells": [{**finished(), "prompt": 1024}]}
+        save(done)
+        return done
+
+    monkeypatch.setattr(decode, "run", run)
+    arguments = ["--prompt", "1024", "--pressure", "2", "--source", "made_up", "--reports", str(tmp_path)]
+    for extra, prompts in ((["--add"], [256, 1024]), ([], [1024])):
+        monkeypatch.setattr(sys, "argv", ["decode", *arguments, "--run-dir", str(tmp_path / "run"), *extra])
+        decode.main()
+        assert [cell["prompt"] for cell in read_cells(tmp_path / "bench-decode.json")] == prompts

@@ -35,3 +35,12 @@ if current_platform.is_cpu():
 
 class MooncakeConnectorCPU(MooncakeConnector):
     """`MooncakeConnector`, loaded through this module so that the replacements above are in place first."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Hand vLLM 0.23 each layer as a list of one: it takes a bare tensor apart along its first dimension.
+
+        That is meant for layouts with K and V apart; the CPU backend's has both in one block.
+        """
+        topology = getattr(self.connector_worker, "transfer_topo", None)
+        apart = getattr(topology, "split_k_and_v", False)
+        super().register_kv_caches({name: [cache] for name, cache in kv_caches.items()} if apart else kv_caches)

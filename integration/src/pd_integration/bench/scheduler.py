@@ -124,7 +124,8 @@ def victim(blocks: int, rounds: int) -> dict[str, Any]:
             start = time.perf_counter()
             preempt(made.scheduler, 1)
             times.append(time.perf_counter() - start)
-    plain_ms, ours_ms = (statistics.median(times) * 1e3 for times in spent.values())
+    # The least of the rounds: whatever else the machine did can only have added to the others.
+    plain_ms, ours_ms = (min(times) * 1e3 for times in spent.values())
     return {"blocks": blocks, "plain ms": plain_ms, "ours ms": ours_ms, "added ms": ours_ms - plain_ms}
 
 

@@ -17,7 +17,7 @@ def test_completion_goes_to_prefill_with_one_token_then_to_decode_as_it_was() ->
     async def scenario() -> None:
         async with pair() as p:
             status, answer = await p.ask(
-                {**PROMPT, "temperature": 0.5, "min_tokens": 3, "stop": ["x"], "return_token_ids": True}
+                {**PROMPT, "temperature": 0.5, "seed": 1, "min_tokens": 3, "stop": ["x"], "return_token_ids": True}
             )
             assert status == 200
             assert answer["choices"][0]["text"] == "Hello"
@@ -41,6 +41,7 @@ def test_completion_goes_to_prefill_with_one_token_then_to_decode_as_it_was() ->
             assert to_decode.body == {
                 **PROMPT,
                 "temperature": 0.5,
+                "seed": 1,
                 "min_tokens": 3,
                 "stop": ["x"],
                 "return_token_ids": True,

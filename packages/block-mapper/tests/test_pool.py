@@ -192,3 +192,8 @@ def test_changes_of_the_prefix_index_are_told_once_and_in_order():
 def test_without_a_log_there_is_nothing_to_take():
     with pytest.raises(ValueError, match="log_changes=True"):
         HostPool(2).take_changes()
+
+
+def test_a_fraction_of_a_block_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"num_blocks is 2\.5"):
+        HostPool(2.5)  # type: ignore[arg-type]

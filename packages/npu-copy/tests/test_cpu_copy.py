@@ -251,3 +251,13 @@ def test_import_needs_neither_torch_npu_nor_cuda_bindings() -> None:
         "assert not {'torch_npu', 'cuda'} & {name.split('.')[0] for name in sys.modules}, sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_job_for_a_pool_that_was_closed_first_is_refused():
+    regions = find_regions({"layer": torch.zeros(10, 2, 4, 3)}, 10)
+    pool = HostPool.allocate(regions, 6)
+    engine = CopyEngine(regions, pool)
+    pool.close()
+    with pytest.raises(RuntimeError, match="host pool is closed"):
+        engine.submit(1, [(1, 1)], Direction.STORE)
+    engine.close()

@@ -62,3 +62,8 @@ def test_other_roles_are_an_error(role):
 def test_without_a_transfer_config_too():
     with pytest.raises(ValueError, match="kv_role is None"):
         OffloadConfig.from_vllm(SimpleNamespace(kv_transfer_config=None))
+
+
+def test_a_total_too_small_to_divide_names_the_key_that_was_written():
+    with pytest.raises(ValueError, match=rf"{TOTAL} is 5, which is divided by 8 cards"):
+        OffloadConfig.parse({TOTAL: 5}, ranks=8)

@@ -1,5 +1,7 @@
 """The connector between vLLM's real scheduler and real bytes."""
 
+import logging
+
 import pytest
 from vllm.v1.request import RequestStatus
 
@@ -224,3 +226,18 @@ def test_logs_of_one_preemption(make_engine, caplog):
     enabled, created, prepared = names.values()
     assert enabled
     assert enabled == created == prepared
+
+
+def test_a_scheduler_that_never_asks_to_keep_anything_is_told_of_once(make_engine, mode, monkeypatch, caplog):
+    monkeypatch.setattr("recompute_scheduler.preemption.find_hooks", lambda connector: [])
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    try:
+        engine = make_engine(TIGHT)
+        load(engine)
+        engine.run()
+    finally:
+        logger.removeHandler(caplog.handler)
+    told = [record for record in caplog.records if "never asked to keep" in record.getMessage()]
+    assert len(told) == 1
+    assert "recompute_scheduler_enable" in told[0].getMessage()

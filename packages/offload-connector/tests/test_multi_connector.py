@@ -97,7 +97,17 @@ def test_the_plugin_moves_our_connector_ahead():
     assert names == [NAME, "SiblingConnector"]
 
 
-@pytest.mark.parametrize("transfer", [None, KVTransferConfig(**transfer_config()), KVTransferConfig(**multi(True))])
+def malformed():
+    return KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_consumer",
+        kv_connector_extra_config={"connectors": ["SiblingConnector"]},
+    )
+
+
+@pytest.mark.parametrize(
+    "transfer", [None, KVTransferConfig(**transfer_config()), KVTransferConfig(**multi(True)), malformed()]
+)
 def test_other_configurations_stay_as_they_are(transfer):
     before = repr(transfer)
     put_first(transfer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 
@@ -43,6 +44,8 @@ class HostPool:
     """
 
     def __init__(self, num_blocks: int, log_changes: bool = False):
+        if not isinstance(num_blocks, Integral):
+            raise TypeError(f"num_blocks is {num_blocks!r}: write a whole number of host blocks")
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}: the host memory budget must hold at least one block")
         self.num_blocks = num_blocks

@@ -50,6 +50,7 @@ class CopyEngine:
             ValueError: regions and pool do not belong together; an unknown backend.
         """
         self._planner = Planner(regions, host_pool)
+        self._host_pool = host_pool
         self._backend: Backend = make_backend(backend or regions[0].device.type, regions, host_pool)
         self._lock = threading.Lock()
         self._jobs: dict[Direction, deque[_Job]] = {direction: deque() for direction in Direction}
@@ -81,13 +82,15 @@ class CopyEngine:
 
         Raises:
             ValueError: a block id out of range, the null block 0, a destination twice, a job id in use.
-            RuntimeError: the engine is closed.
+            RuntimeError: the engine or its host pool is closed.
         """
         plan = self._planner.plan(pairs, direction)
         blocks = block_compute or direction is Direction.STORE
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"job {job}: the copy engine is closed")
+            if self._host_pool.closed:
+                raise RuntimeError(f"job {job}: the host pool is closed; close the engine before its pool")
             if self._find(job) is not None:
                 raise ValueError(f"job {job} is already submitted and not yet reported by poll()")
             copy = self._backend.start(plan, background=not blocks)

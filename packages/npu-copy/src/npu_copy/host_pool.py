@@ -74,6 +74,11 @@ class HostPool:
         return pool
 
     @property
+    def closed(self) -> bool:
+        """Whether the memory has been given back."""
+        return not self._buffers
+
+    @property
     def addresses(self) -> list[int]:
         """Address of host block 0 of each region."""
         return [buffer.address for buffer in self._buffers]

@@ -59,6 +59,11 @@ class OffloadConfig:
                     f"known keys are {', '.join(KEYS)}"
                 )
         total = _positive_bytes(extra, TOTAL, DEFAULT_TOTAL_BYTES)
+        if PER_RANK not in extra and total < ranks:
+            raise ValueError(
+                f"RecomputeCPUOffloadConnector: {TOTAL} is {total}, which is divided by {ranks} cards; write the bytes "
+                "for all of them together, for example 17179869184 for 16 GiB"
+            )
         return cls(
             cpu_bytes_per_rank=_positive_bytes(extra, PER_RANK, total // ranks),
             share_prefixes=_switch(extra, SHARE_PREFIXES),

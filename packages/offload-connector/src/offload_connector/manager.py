@@ -87,6 +87,8 @@ class OffloadManager:
         self._pool: HostPool | None = None
         self._saved: SavedRequests | None = None
         self._told_of_prompt_logprobs = False
+        # Until the hook is called, or it has been told that it is not.
+        self._misses_the_hook = True
         self._plans = Plans()
         self._preemptions: dict[str, _Preemption] = {}
         self._resumed: dict[str, _Preemption] = {}
@@ -135,6 +137,7 @@ class OffloadManager:
             block_ids: its device block table per KV cache group.
             num_computed_tokens: tokens that the engine has scheduled to be in those blocks.
         """
+        self._misses_the_hook = False
         # A speculative token that was not accepted, or a token still in flight, has no place among the request's
         # tokens: what its position holds must not come back.
         num_tokens = min(num_computed_tokens, request.num_tokens)
@@ -233,6 +236,8 @@ class OffloadManager:
         """
         if self._saved is None:
             return 0, False
+        if request.num_preemptions and self._misses_the_hook:
+            self._tell_that_nobody_asked(request.request_id)
         state = self._saved.state(request.request_id)
         if state is State.STORING:
             return None, False
@@ -242,6 +247,15 @@ class OffloadManager:
         if num_tokens <= num_device_tokens or (HITS_MAY_BE_TAKEN and num_device_tokens and len(self._groups) > 1):
             return 0, False
         return num_tokens - num_device_tokens, not self._loads_within_step(request.request_id)
+
+    def _tell_that_nobody_asked(self, req_id: str) -> None:
+        self._misses_the_hook = False
+        logger.warning(
+            "Request %s was preempted, but the scheduler has never asked to keep the KV of such a request. If that was "
+            "for want of KV cache, add --additional-config '{\"recompute_scheduler_enable\": true}'; without it nothing "
+            "is kept. Further such requests are not logged.",
+            req_id,
+        )
 
     def _tokens_to_restore(self, request: Request) -> int:
         assert self._saved is not None

@@ -20,8 +20,8 @@ def put_first(transfer: KVTransferConfig | None) -> None:
     if transfer is None or transfer.kv_connector != "MultiConnector":
         return
     children = transfer.kv_connector_extra_config.get("connectors")
-    if not isinstance(children, list):
-        return
+    if not isinstance(children, list) or not all(isinstance(child, dict) for child in children):
+        return  # vLLM says what is wrong with them
     ordered = sorted(children, key=lambda child: child.get("kv_connector") != NAME)
     if ordered != children:
         logger.info("%s is moved ahead of the other connectors, so that it restores what it kept", NAME)

@@ -98,11 +98,8 @@ def test_the_plugin_moves_our_connector_ahead():
 
 
 def malformed():
-    return KVTransferConfig(
-        kv_connector="MultiConnector",
-        kv_role="kv_consumer",
-        kv_connector_extra_config={"connectors": ["SiblingConnector"]},
-    )
+    children = {"connectors": ["SiblingConnector"]}
+    return KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_consumer", kv_connector_extra_config=children)
 
 
 @pytest.mark.parametrize(

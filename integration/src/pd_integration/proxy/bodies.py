@@ -48,8 +48,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
 _ITEM_TYPES: dict[str, type] = {"stop": str, "stop_token_ids": int, "logprob_token_ids": int}
 
 # Not for Prefill, whose one token is thrown away. `stop*` could end it with finish_reason "stop", and Mooncake keeps KV
-# only for requests that ended by length; the others shape or cost output that nobody sees. (And vLLM's CPU platform fails
-# on a seed when a prompt is computed in pieces.)
+# only for requests that ended by length; the others shape or cost output that nobody sees. And vLLM on a CPU fails on
+# a seed when a prompt is computed in pieces.
 _NOT_FOR_PREFILL = (
     "stream_options",
     "stream_interval",

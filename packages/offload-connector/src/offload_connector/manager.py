@@ -252,8 +252,8 @@ class OffloadManager:
         self._misses_the_hook = False
         logger.warning(
             "Request %s was preempted, but the scheduler has never asked to keep the KV of such a request. If that was "
-            "for want of KV cache, add --additional-config '{\"recompute_scheduler_enable\": true}'; without it nothing "
-            "is kept. Further such requests are not logged.",
+            "for want of KV cache, add --additional-config '{\"recompute_scheduler_enable\": true}'; else nothing is "
+            "kept. Further such requests are not logged.",
             req_id,
         )
 

@@ -132,7 +132,8 @@ def test_prefill_is_killed_in_mid_transfer(
             pytest.fail(f"in {FREEZES} tries no transfer was under way")
         control.kill("prefill")
 
-    traffic = Traffic(service, load.make("killed"))
+    # Twice as many as run at once: KV is asked for whenever one of them ends, not in the first moments alone.
+    traffic = Traffic(service, load.make("killed", 2 * load.requests))
     outcomes = asyncio.run(traffic.disturbed_by(kill_while_decode_waits_for_kv))
     check(outcomes, reference)
     assert any(outcome.error for outcome in outcomes)

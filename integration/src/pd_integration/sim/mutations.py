@@ -131,12 +131,6 @@ MUTATIONS = (
         "if False:",
     ),
     Mutation(
-        "a step that preempts is taken for a standstill",
-        "recompute_scheduler/preemption.py",
-        "empty = not scheduled.num_scheduled_tokens and not scheduled.preempted_req_ids",
-        "empty = not scheduled.num_scheduled_tokens",
-    ),
-    Mutation(
         "KV is saved at reset_prefix_cache",
         "recompute_scheduler/preemption.py",
         "asked = self._inside_schedule and bool(self._hooks)",

@@ -25,6 +25,7 @@ def request(num_tokens=10, status=RequestStatus.RUNNING, **attributes):
         num_tokens=num_tokens,
         num_output_tokens=2,
         num_output_placeholders=0,
+        num_preemptions=0,
         status=status,
         skip_reading_prefix_cache=False,
         **attributes,

@@ -2,8 +2,8 @@
 
 A load behind the step takes its blocks before its request can run. vLLM lets a load in only when the loads before it
 keep room to go on, but its estimate falls short for windows, and a request whose load has failed gives its blocks back
-only once it is at the head of the queue. A session of streaming input whose next turn has come holds its blocks too. Then
-each waits for blocks of another, nothing runs, and nothing ever will.
+only once it is at the head of the queue. A session of streaming input whose next turn has come holds its blocks too.
+Then each waits for blocks of another, nothing runs, and nothing ever will.
 """
 
 from collections.abc import Callable

@@ -53,8 +53,10 @@ def test_requests_with_the_same_prompt_share_host_blocks(make_engine, monkeypatc
         figures[share] = counters(engine)
         if not share:
             assert_empty(engine)
-    assert figures[True]["preempted_restored"] == figures[False]["preempted_restored"] >= 2
-    assert figures[True]["blocks_stored"] < figures[False]["blocks_stored"]
+    # How many are preempted depends on when the loads of others end.
+    assert all(figures[share]["preempted_restored"] >= 2 for share in figures)
+    per_victim = {share: made["blocks_stored"] / made["preempted_offloaded"] for share, made in figures.items()}
+    assert per_victim[True] < per_victim[False]
 
 
 def test_reset_empties_the_shared_blocks_too(make_engine, monkeypatch):

@@ -131,6 +131,14 @@ def test_a_budget_that_holds_no_request_is_a_finding(plan, save):
     assert any("holds no request of 163840 tokens" in note for note in report["notes"])
 
 
+def test_a_budget_below_one_block_is_an_error(capsys):
+    numbers = ["--bytes-per-block", "131072", "--block-size", "32", "--max-model-len", "1024"]
+    assert main(["plan", *numbers, "--cpu-bytes-per-rank", "131071"]) == 2
+    printed = capsys.readouterr()
+    assert "131071 holds not even one block: a block of this model takes 131072 bytes" in printed.err
+    assert printed.out == ""
+
+
 def test_several_hosts_share_the_cards(plan, save):
     args = ("--model", save(DEEPSEEK_V3), "-tp", 8, "-dp", 4, "--cards-per-host", 16, "--max-model-len", 32768)
     _, report = plan(*args)

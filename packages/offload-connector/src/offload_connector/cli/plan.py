@@ -81,6 +81,11 @@ def run(args: argparse.Namespace) -> int:
         budget = Budget.for_requests(layout, host, args.requests, tokens)
     else:
         budget = Budget(layout, host, args.cpu_bytes_per_rank or DEFAULT_PER_RANK, tokens)
+    if not budget.blocks:
+        raise ValueError(
+            f"--cpu-bytes-per-rank {budget.per_rank} holds not even one block: a block of this model takes "
+            f"{layout.block_bytes} bytes on a rank, a request of {tokens} tokens {budget.request_bytes}"
+        )
     report = _report(args, budget, model, max_model_len)
     print(json.dumps(report, indent=2) if args.json else _text(report, budget))
     return 0 if budget.requests else 1

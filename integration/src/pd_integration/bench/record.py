@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 import os
 import platform
 import subprocess
@@ -17,6 +18,11 @@ from rich.table import Table
 from pd_integration.report import versions
 
 REPORTS = Path("reports")
+
+
+def log_errors_only() -> None:
+    """Let vLLM log errors only, in this process: servers inherit the environment, so it stays as it is."""
+    logging.getLogger("vllm").setLevel(logging.ERROR)
 
 
 def about() -> dict[str, Any]:

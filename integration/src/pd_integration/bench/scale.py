@@ -13,7 +13,6 @@ further tokens of KV.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
 from collections.abc import Sequence
@@ -23,9 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import tomllib
-
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-
 import torch
 from rich.console import Console
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -307,6 +303,7 @@ def main() -> None:
     parser.add_argument("--hours", type=float, help="of virtual time per run (default: as the inputs say)")
     parser.add_argument("--reports", type=Path, default=record.REPORTS)
     options = parser.parse_args()
+    record.log_errors_only()
     inputs = tomllib.loads(options.inputs.read_text(encoding="utf-8"))
     models = [model(inputs, chosen, options.hours or inputs["traffic"]["hours"]) for chosen in inputs["models"]]
     console = Console()

@@ -5,14 +5,11 @@ every job done, so that what is timed is the scheduler's side alone.
 """
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from rich.console import Console
 from vllm.v1.core.sched.interface import PauseState
@@ -142,6 +139,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="rounds per victim size (default: %(default)s)")
     parser.add_argument("--reports", type=Path, default=record.REPORTS)
     options = parser.parse_args()
+    record.log_errors_only()
     step_rows = [
         steps(requests, victims, options.steps)
         for requests in (1, 16, 256, 1024)

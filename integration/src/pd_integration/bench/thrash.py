@@ -6,19 +6,17 @@ machine. A request waits from its preemption to its next token.
 
 import argparse
 import json
-import os
 import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from rich.console import Console
 from rich.table import Table
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from pd_integration.bench import record
 from pd_integration.bench.scheduler import TRANSFER, StandInWorkers
 from recompute_scheduler import AsyncRecomputeScheduler, RecomputeScheduler
 from recompute_scheduler.testing import BLOCK_SIZE, ScriptedEngine, make_config, make_kv_cache_config
@@ -122,6 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("reports/bench-thrash.json"))
     options = parser.parse_args()
+    record.log_errors_only()
     rows: list[dict[str, Any]] = []
     for kind in ("short", "long"):
         for asynchronous in (False, True):

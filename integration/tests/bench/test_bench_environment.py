@@ -21,3 +21,22 @@ def test_importing_a_part_leaves_the_log_level_of_servers_alone(part: str) -> No
     command = [sys.executable, "-c", CODE, f"pd_integration.bench.{part}"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == []
+
+
+QUIET = """
+from vllm.logger import init_logger
+from pd_integration.bench import record
+from recompute_scheduler.testing import make_config
+record.log_errors_only()
+make_config()
+init_logger("vllm.some.module").error("an error")
+"""
+
+
+def test_a_part_that_runs_logs_errors_only() -> None:
+    """vLLM tells much of itself when it is configured, and of every preemption later."""
+    done = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True, timeout=120, check=True)
+    logged = done.stdout + done.stderr
+    assert "an error" in logged
+    assert "INFO" not in logged
+    assert "WARNING" not in logged

@@ -21,8 +21,9 @@ REPORTS = Path("reports")
 
 
 def log_errors_only() -> None:
-    """Let vLLM log errors only, in this process: servers inherit the environment, so it stays as it is."""
-    logging.getLogger("vllm").setLevel(logging.ERROR)
+    """Let this process log errors only; servers inherit the environment, so it stays as it is."""
+    # Not the level of vLLM's loggers: vLLM sets that again whenever an engine is configured.
+    logging.disable(logging.WARNING)
 
 
 def about() -> dict[str, Any]:

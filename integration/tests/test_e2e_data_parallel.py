@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import defaultdict
 from pathlib import Path
 
@@ -37,17 +36,9 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list
         return [result.token_ids for result in ask(server)]
 
 
-def two_ranks(model: Path, run_dir: Path, arm: Arm) -> Server:
-    server = deployment.decode_server(model, run_dir, SIZES, arm)
+def two_ranks(model: Path, run_dir: Path, arm: Arm, alone: bool = False) -> Server:
+    server = deployment.decode_server(model, run_dir, SIZES, arm, alone)
     server.command += ["--data-parallel-size", str(len(RANKS))]
-    return server
-
-
-def alone(server: Server) -> Server:
-    """Take Mooncake out of a Decode server's command line."""
-    at = server.command.index("--kv-transfer-config") + 1
-    (_, offload) = json.loads(server.command[at])["kv_connector_extra_config"]["connectors"]
-    server.command[at] = json.dumps(offload)
     return server
 
 
@@ -92,7 +83,7 @@ def check_ranks(server: Server) -> None:
 
 @pytest.mark.parametrize("arm", [ON_SYNC, ON], ids=lambda arm: arm.name)
 def test_every_rank_keeps_its_own_requests(model: Path, expected: list[list[int]], tmp_path: Path, arm: Arm) -> None:
-    with alone(two_ranks(model, tmp_path, arm)) as server:
+    with two_ranks(model, tmp_path, arm, alone=True) as server:
         server.wait_healthy()
         assert [result.token_ids for result in ask(server)] == expected
         check_ranks(server)

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
 import pytest
+from saving import wait_until_saved
 
 from pd_integration import deployment, models, workload
 from pd_integration.deployment import MODEL_NAME, ON, Sizes
-from pd_integration.metrics import read_offload_figures
-from pd_integration.servers import Server, _wait_for_group
+from pd_integration.servers import Server, wait_for_group
 from pd_integration.workload import WorkloadError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -39,10 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def decode(model: Path, run_dir: Path, workers: int) -> Server:
     """Decode without another connector; more than one worker means tensor parallel ones, each a process of its own."""
-    server = deployment.decode_server(model, run_dir, SIZES, ON)
-    at = server.command.index("--kv-transfer-config") + 1
-    (_, offload) = json.loads(server.command[at])["kv_connector_extra_config"]["connectors"]
-    server.command[at] = json.dumps(offload)
+    server = deployment.decode_server(model, run_dir, SIZES, ON, alone=True)
     if workers > 1:
         server.command[server.command.index("--distributed-executor-backend") + 1] = "mp"
         server.command += ["--tensor-parallel-size", str(workers)]
@@ -63,11 +58,7 @@ async def interrupt(server: Server, act: Callable[[], None]) -> None:
     """Call `act` while some requests are saved; every request must end, one at least with an error."""
     async with aiohttp.ClientSession() as session:
         work = asyncio.create_task(workload.run(server.url, MODEL_NAME, REQUESTS, len(REQUESTS)))
-        deadline = time.monotonic() + END_SECONDS
-        while not (await read_offload_figures(session, server.url)).get("saved_requests"):
-            assert not work.done(), work
-            assert time.monotonic() < deadline, "nothing was saved"
-            await asyncio.sleep(0.05)
+        await wait_until_saved(session, server, work, END_SECONDS)
         act()
         with pytest.raises(WorkloadError):
             await asyncio.wait_for(work, END_SECONDS)
@@ -81,7 +72,7 @@ def test_a_worker_that_dies_takes_the_engine_down(model: Path, tmp_path: Path) -
         (worker,) = set(re.findall(r"Worker_TP1 pid=(\d+)", server.log_path.read_text()))
         segments = shared_memory(group)
         asyncio.run(interrupt(server, lambda: os.kill(int(worker), signal.SIGKILL)))
-        assert _wait_for_group(server.process, END_SECONDS), server.log_tail()
+        assert wait_for_group(server.process, END_SECONDS), server.log_tail()
     assert segments  # vLLM's own at least, for the messages between its processes
     left = {path for path in segments if Path(path).exists()}
     # vLLM's CPU platform lets its workers exchange tensors here, and only the workers themselves clear it up.
@@ -97,7 +88,7 @@ def test_a_server_ends_while_requests_are_saved(model: Path, tmp_path: Path) -> 
         process = server.process
         assert process is not None
         asyncio.run(interrupt(server, process.terminate))
-        assert _wait_for_group(process, END_SECONDS), server.log_tail()
+        assert wait_for_group(process, END_SECONDS), server.log_tail()
         log = server.log_path.read_text()
     assert process.returncode in (0, -signal.SIGTERM)
     assert "still running after" not in log

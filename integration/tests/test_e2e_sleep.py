@@ -6,12 +6,11 @@ vLLM's CPU platform keeps the memory all the same; what the scheduler and the co
 from __future__ import annotations
 
 import asyncio
-import json
-import time
 from pathlib import Path
 
 import aiohttp
 import pytest
+from saving import wait_until_saved
 
 from pd_integration import deployment, models, workload
 from pd_integration.deployment import MODEL_NAME, ON, ON_SYNC, Arm, Sizes
@@ -27,10 +26,7 @@ WAIT_SECONDS = 60.0
 
 def decode(model: Path, run_dir: Path, arm: Arm) -> Server:
     """Decode without another connector, with the end points that put it to sleep."""
-    server = deployment.decode_server(model, run_dir, SIZES, arm)
-    at = server.command.index("--kv-transfer-config") + 1
-    (_, offload) = json.loads(server.command[at])["kv_connector_extra_config"]["connectors"]
-    server.command[at] = json.dumps(offload)
+    server = deployment.decode_server(model, run_dir, SIZES, arm, alone=True)
     server.environment["VLLM_SERVER_DEV_MODE"] = "1"
     return server
 
@@ -41,11 +37,7 @@ async def sleep_in_between(server: Server) -> list[list[int]]:
         work = asyncio.create_task(
             workload.run(server.url, MODEL_NAME, REQUESTS, len(REQUESTS), check=server.check_alive)
         )
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not (await read_offload_figures(session, server.url)).get("saved_requests"):
-            assert not work.done()
-            assert time.monotonic() < deadline, "nothing was saved"
-            await asyncio.sleep(0.05)
+        await wait_until_saved(session, server, work, WAIT_SECONDS)
         async with session.post(f"{server.url}/sleep?level=1&mode=keep") as response:
             assert response.status == 200, await response.text()
         async with session.get(f"{server.url}/is_sleeping") as response:

@@ -62,21 +62,30 @@ def mooncake(role: str) -> dict:
     }
 
 
-def decode_transfer(arm: Arm, sizes: Sizes) -> dict:
-    """Decode's transfer config: Mooncake alone, or together with the offload connector in a MultiConnector."""
-    if not arm.connector:
-        return mooncake("kv_consumer")
-    host_bytes = sizes.host_bytes if arm.host_bytes is None else arm.host_bytes
-    offload = {
+def offload(host_bytes: int, **extra: object) -> dict:
+    """The offload connector's transfer config; ``extra`` are further keys of its own."""
+    return {
         "kv_connector": "RecomputeCPUOffloadConnector",
         "kv_role": "kv_consumer",
-        "kv_connector_extra_config": {"cpu_bytes_to_use_per_rank": host_bytes},
+        "kv_connector_extra_config": {"cpu_bytes_to_use_per_rank": host_bytes, **extra},
     }
+
+
+def together(*children: dict) -> dict:
+    """The transfer config of a Decode with several connectors."""
     return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_consumer",
-        "kv_connector_extra_config": {"connectors": [mooncake("kv_consumer"), offload]},
+        "kv_connector_extra_config": {"connectors": list(children)},
     }
+
+
+def decode_transfer(arm: Arm, sizes: Sizes, alone: bool = False) -> dict:
+    """Decode's transfer config: Mooncake, with the offload connector beside it, or that one ``alone``."""
+    if not arm.connector:
+        return mooncake("kv_consumer")
+    ours = offload(sizes.host_bytes if arm.host_bytes is None else arm.host_bytes)
+    return ours if alone else together(mooncake("kv_consumer"), ours)
 
 
 def _common(sizes: Sizes) -> list[str]:
@@ -111,14 +120,14 @@ def prefill_server(model: Path, run_dir: Path, sizes: Sizes, bootstrap_port: int
     return vllm_server("prefill", model, run_dir / "prefill.log", arguments, environment)
 
 
-def decode_server(model: Path, run_dir: Path, sizes: Sizes, arm: Arm) -> Server:
-    """The Decode server of ``arm``; its scheduler's steps go to ``run_dir/trace.jsonl``."""
+def decode_server(model: Path, run_dir: Path, sizes: Sizes, arm: Arm, alone: bool = False) -> Server:
+    """The Decode server of ``arm``, ``alone`` without Mooncake; its scheduler's steps go to ``run_dir/trace.jsonl``."""
     blocks = sizes.decode_blocks if arm.decode_blocks is None else arm.decode_blocks
     arguments = [
         *_common(sizes),
         *("--num-gpu-blocks-override", str(blocks)),
         *("--max-num-batched-tokens", str(sizes.decode_budget)),
-        *("--kv-transfer-config", json.dumps(decode_transfer(arm, sizes))),
+        *("--kv-transfer-config", json.dumps(decode_transfer(arm, sizes, alone))),
     ]
     if arm.connector:
         arguments += ["--additional-config", json.dumps({"recompute_scheduler_enable": True})]

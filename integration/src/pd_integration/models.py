@@ -50,28 +50,36 @@ def fill(model: torch.nn.Module, seed: int, std: float = 0.08) -> None:
                 parameter.normal_(0.0, std, generator=generator)
 
 
-@family("llama")
-def llama(seed: int) -> PreTrainedModel:
-    """4 layers of full attention, 4 KV heads of 32, float32: 4 KiB of KV a token."""
+def llama_model(seed: int, **shape: int) -> PreTrainedModel:
+    """A Llama of this ``shape``, fields of LlamaConfig, with the tokenizer's vocabulary and random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCAB_SIZE,
-            hidden_size=256,
-            intermediate_size=512,
-            num_hidden_layers=4,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            head_dim=32,
-            max_position_embeddings=4096,
             bos_token_id=SPECIAL_TOKENS["<s>"],
             eos_token_id=SPECIAL_TOKENS["</s>"],
             pad_token_id=SPECIAL_TOKENS["<pad>"],
+            **shape,
         )
     )
     fill(model, seed)
     return model
+
+
+@family("llama")
+def llama(seed: int) -> PreTrainedModel:
+    """4 layers of full attention, 4 KV heads of 32, float32: 4 KiB of KV a token."""
+    return llama_model(
+        seed,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=4096,
+    )
 
 
 def write_tokenizer(directory: Path) -> None:

@@ -132,7 +132,7 @@ class Server:
         for sig in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, sig)
-            if _wait_for_group(process, timeout_s):
+            if wait_for_group(process, timeout_s):
                 return
         raise ServerError(f"{self.name}: processes of group {process.pid} are left after SIGKILL")
 
@@ -144,7 +144,7 @@ class Server:
         self.stop()
 
 
-def _wait_for_group(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+def wait_for_group(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
     """Whether every process of the group of ``process`` is gone within ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     while True:

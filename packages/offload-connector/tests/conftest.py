@@ -1,3 +1,5 @@
+import logging
+
 import pytest
 from byte_ranks import ByteRanks
 
@@ -48,3 +50,13 @@ def make_engine(mode):
     yield make
     for workers in made:
         workers.shutdown()
+
+
+@pytest.fixture
+def caplog_vllm(caplog):
+    """caplog for vLLM's loggers, which do not propagate."""
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    caplog.set_level(logging.INFO, logger="vllm")
+    yield caplog
+    logger.removeHandler(caplog.handler)

@@ -1,7 +1,5 @@
 """The connector between vLLM's real scheduler and real bytes."""
 
-import logging
-
 import pytest
 from vllm.v1.request import RequestStatus
 
@@ -32,6 +30,20 @@ def recomputed_tokens(engine):
     """Tokens scheduled beyond those that a run without preemption would schedule."""
     scheduled = sum(sum(step.values()) for step in engine.trace)
     return scheduled - sum(len(o) - 1 for o in engine.outputs.values())
+
+
+def note_victims(engine):
+    """Return a list to be filled with (request, tokens computed) of each victim that the connector is asked to keep."""
+    victims = []
+    hook = engine.scheduler._hooks[0]
+    keep = hook.update_state_before_preempt
+
+    def noting(request, block_ids, num_computed_tokens):
+        victims.append((request, num_computed_tokens))
+        return keep(request, block_ids, num_computed_tokens)
+
+    hook.update_state_before_preempt = noting
+    return victims
 
 
 def assert_empty(engine):
@@ -201,20 +213,12 @@ def test_nothing_is_handed_out_in_a_step_without_preemption(make_engine):
     assert {name: value for name, value in counters(engine).items() if value} == gauges
 
 
-def test_logs_of_one_preemption(make_engine, caplog):
-    import logging
-
-    logger = logging.getLogger("vllm")
-    logger.addHandler(caplog.handler)
-    caplog.set_level(logging.INFO, logger="vllm")
-    try:
-        engine = make_engine(TIGHT)
-        load(engine)
-        engine.run()
-        load(engine)
-    finally:
-        logger.removeHandler(caplog.handler)
-    lines = [record.getMessage() for record in caplog.records]
+def test_logs_of_one_preemption(make_engine, caplog_vllm):
+    engine = make_engine(TIGHT)
+    load(engine)
+    engine.run()
+    load(engine)
+    lines = [record.getMessage() for record in caplog_vllm.records]
     names = {
         start: sorted(line.removeprefix(start).split(":")[0] for line in lines if line.startswith(start))
         for start in (
@@ -228,16 +232,11 @@ def test_logs_of_one_preemption(make_engine, caplog):
     assert enabled == created == prepared
 
 
-def test_a_scheduler_that_never_asks_to_keep_anything_is_told_of_once(make_engine, mode, monkeypatch, caplog):
+def test_a_scheduler_that_never_asks_to_keep_anything_is_told_of_once(make_engine, mode, monkeypatch, caplog_vllm):
     monkeypatch.setattr("recompute_scheduler.preemption.find_hooks", lambda connector: [])
-    logger = logging.getLogger("vllm")
-    logger.addHandler(caplog.handler)
-    try:
-        engine = make_engine(TIGHT)
-        load(engine)
-        engine.run()
-    finally:
-        logger.removeHandler(caplog.handler)
-    told = [record for record in caplog.records if "never asked to keep" in record.getMessage()]
+    engine = make_engine(TIGHT)
+    load(engine)
+    engine.run()
+    told = [record for record in caplog_vllm.records if "never asked to keep" in record.getMessage()]
     assert len(told) == 1
     assert "recompute_scheduler_enable" in told[0].getMessage()

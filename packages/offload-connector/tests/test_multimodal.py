@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from test_connector import TIGHT, assert_empty, counters, recomputed_tokens
+from test_connector import TIGHT, assert_empty, counters, note_victims, recomputed_tokens
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
@@ -63,17 +63,9 @@ def test_a_prompt_cut_before_its_image_encodes_it_when_it_goes_on(make_engine):
     for index in range(4):
         engine.add(f"r{index}", range(10, 30), 40)
     engine.add("long", range(10, 170), 40, mm_features=[image("first", 2), image("last", 150 - IMAGE)])
-    cut = []
-    hook = engine.scheduler._hooks[0]
-    keep = hook.update_state_before_preempt
-
-    def spy(request, block_ids, num_computed_tokens):
-        if request.request_id == "long":
-            cut.append(num_computed_tokens)
-        return keep(request, block_ids, num_computed_tokens)
-
-    hook.update_state_before_preempt = spy
+    victims = note_victims(engine)
     encoded = run(engine)
+    cut = [computed for request, computed in victims if request.request_id == "long"]
     assert cut
     assert 2 + IMAGE <= cut[0] < 150
     assert encoded == {("long", 0): 1, ("long", 1): 1}

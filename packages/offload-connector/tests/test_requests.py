@@ -1,10 +1,9 @@
 """Victims of every kind: what a request carries besides its tokens comes through a preemption as in plain vLLM."""
 
-import logging
 from types import SimpleNamespace
 
 import pytest
-from test_connector import TIGHT, assert_empty, counters, recomputed_tokens
+from test_connector import TIGHT, assert_empty, counters, note_victims, recomputed_tokens
 from vllm.lora.request import LoRARequest
 
 OUTPUT = 40
@@ -45,18 +44,13 @@ def test_sampling_parameters(make_engine, options):
             assert getattr(request.sampling_params, name) == value
 
 
-def test_prompt_logprobs_are_left_to_vllm_and_that_is_said_once(make_engine, caplog):
-    logger = logging.getLogger("vllm")
-    logger.addHandler(caplog.handler)
-    try:
-        engine = make_engine(TIGHT)
-        run(engine, prompt_logprobs=1)
-    finally:
-        logger.removeHandler(caplog.handler)
+def test_prompt_logprobs_are_left_to_vllm_and_that_is_said_once(make_engine, caplog_vllm):
+    engine = make_engine(TIGHT)
+    run(engine, prompt_logprobs=1)
     figures = counters(engine)
     assert figures["fallback"] >= 2
     assert "preempted_offloaded" not in figures
-    assert len([r for r in caplog.records if "log-probabilities of its prompt" in r.getMessage()]) == 1
+    assert len([r for r in caplog_vllm.records if "log-probabilities of its prompt" in r.getMessage()]) == 1
 
 
 class CountingGrammar:
@@ -111,17 +105,8 @@ def test_an_unfinished_prompt_goes_on_where_it_stopped(make_engine):
     engine = make_engine(TIGHT, max_num_batched_tokens=16)
     requests = [engine.add(f"r{index}", range(10, 30), OUTPUT, priority=0) for index in range(4)]
     requests.append(engine.add("long", range(10, 170), OUTPUT))
-    cut = []
-    hook = engine.scheduler._hooks[0]
-    keep = hook.update_state_before_preempt
-
-    def spy(request, block_ids, num_computed_tokens):
-        if num_computed_tokens < request.num_prompt_tokens:
-            cut.append(request.request_id)
-        return keep(request, block_ids, num_computed_tokens)
-
-    hook.update_state_before_preempt = spy
+    victims = note_victims(engine)
     engine.run()
-    assert "long" in cut
+    assert "long" in {request.request_id for request, computed in victims if computed < request.num_prompt_tokens}
     assert recomputed_tokens(engine) == prompts(requests)
     assert_empty(engine)

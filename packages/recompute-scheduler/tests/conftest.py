@@ -1,3 +1,5 @@
+import logging
+
 import pytest
 from recording_connector import RecordingConnector, transfer_config
 
@@ -28,3 +30,13 @@ def make_engine(mode):
 @pytest.fixture(autouse=True)
 def _fresh_recording():
     RecordingConnector.reset()
+
+
+@pytest.fixture
+def caplog_vllm(caplog):
+    """caplog for vLLM's loggers, which do not propagate."""
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    caplog.set_level(logging.INFO, logger="vllm")
+    yield caplog
+    logger.removeHandler(caplog.handler)

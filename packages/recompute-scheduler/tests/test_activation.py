@@ -1,6 +1,5 @@
 """The flag, the roles and the plugin."""
 
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -56,14 +55,9 @@ def test_consumer_is_on():
     assert decide(config({FLAG: True}, "kv_consumer")) is Activation.ON
 
 
-def test_producer_is_warned_and_ignored(caplog):
-    logger = logging.getLogger("vllm")
-    logger.addHandler(caplog.handler)
-    try:
-        assert decide(config({FLAG: True}, "kv_producer")) is Activation.OFF
-    finally:
-        logger.removeHandler(caplog.handler)
-    assert "ignored on a Prefill node" in caplog.text
+def test_producer_is_warned_and_ignored(caplog_vllm):
+    assert decide(config({FLAG: True}, "kv_producer")) is Activation.OFF
+    assert "ignored on a Prefill node" in caplog_vllm.text
 
 
 @pytest.mark.parametrize(

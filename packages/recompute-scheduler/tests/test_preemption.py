@@ -1,7 +1,5 @@
 """The mixin on vLLM's real schedulers: when the hook is called, with what, and that nothing else changes."""
 
-import logging
-
 import pytest
 from recording_connector import RecordingConnector
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -215,13 +213,3 @@ def test_the_log_names_only_requests_that_were_kept(make_engine, caplog_vllm, an
     expected = [f"Recompute preemption offload enabled for request {call[0]}" for call in RecordingConnector.calls]
     assert RecordingConnector.calls
     assert [line.split(":")[0] for line in lines] == (expected if answer else [])
-
-
-@pytest.fixture
-def caplog_vllm(caplog):
-    """caplog for vLLM's loggers, which do not propagate."""
-    logger = logging.getLogger("vllm")
-    logger.addHandler(caplog.handler)
-    caplog.set_level(logging.INFO, logger="vllm")
-    yield caplog
-    logger.removeHandler(caplog.handler)

@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pd_integration.models import SPECIAL_TOKENS, VOCAB_SIZE, family, fill, write_model
+from pd_integration.models import SPECIAL_TOKENS, family, llama_model, write_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,25 +28,16 @@ BLOCK_BYTES = BLOCK_TOKENS * LAYERS * 2 * KV_HEADS * HEAD_SIZE * FLOAT32_BYTES
 @family(MODEL)
 def bench_llama(seed: int) -> PreTrainedModel:
     """24 million parameters; 6 KiB of KV a token."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=512,
-            intermediate_size=2048,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=8,
-            num_key_value_heads=KV_HEADS,
-            head_dim=HEAD_SIZE,
-            max_position_embeddings=8192,
-            bos_token_id=SPECIAL_TOKENS["<s>"],
-            eos_token_id=SPECIAL_TOKENS["</s>"],
-            pad_token_id=SPECIAL_TOKENS["<pad>"],
-        )
+    return llama_model(
+        seed,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_SIZE,
+        max_position_embeddings=8192,
     )
-    fill(model, seed)
-    return model
 
 
 def write_bench_model(directory: Path) -> Path:

@@ -41,6 +41,7 @@ from pd_integration.bench.decode_engine import run as run_engine
 from pd_integration.bench.figures import ActiveTime, figures, ratio
 from pd_integration.bench.prefill import PrefillClient, prefill_server
 from pd_integration.bench.process import Task, take_turns
+from pd_integration.bench.tables import arm_rows, cell_title, summary_rows
 from pd_integration.families.run import prepare_environment
 from pd_integration.servers import terminate_as_interrupt
 from pd_integration.trace import read_trace
@@ -120,50 +121,6 @@ def finish_cell(cell: Cell, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {**head, "decode_blocks": cell.blocks(cell.pressure), **figures_of_cell, "rows": rows}
 
 
-def table_rows(cell: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the terminal shows of a cell."""
-    return [
-        {
-            "arm": row["arm"],
-            "tokens/s": row["throughput"],
-            "steps": row["steps"],
-            "preemptions": row["preemptions"],
-            "computed again": row["computed_again"] + row["resent_tokens"],
-            "KV in use": row["kv_in_use"],
-            "ITL p50 ms": row["itl_p50_ms"],
-            "p99": row["itl_p99_ms"],
-            "preempted p50": row["preempted_itl_p50_ms"],
-            "p99 ": row["preempted_itl_p99_ms"],
-            "to next token s": row["resume_s"],
-            "steps ": row["resume_steps"],
-        }
-        for row in cell["rows"]
-    ]
-
-
-def title(cell: dict[str, Any]) -> str:
-    return f"{cell['prompt']} tokens of prompt, pressure {cell['pressure']:g}, prompts' KV {cell['source']}"
-
-
-def summary_rows(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The targets, cell by cell."""
-    return [
-        {
-            "prompt": cell["prompt"],
-            "pressure": cell["pressure"],
-            "KV": cell["source"],
-            "to free copies, tokens/s": cell["ours_to_free"],
-            "to free copies, CPU": cell["ours_to_free_cpu"],
-            "time in copies": cell["copy_share"],
-            "same steps": str(cell["same_schedule_as_free"]),
-            "recompute's time to next token / ours": cell["resume_gain"],
-            "in steps": cell["resume_gain_steps"],
-            "ITL p99 / recompute's": cell["itl_p99_to_recompute"],
-        }
-        for cell in cells
-    ]
-
-
 def run(
     cells: Sequence[Cell], arms: Sequence[str], run_dir: Path, console: Console, save: Callable[[dict[str, Any]], Path]
 ) -> dict[str, Any]:
@@ -180,7 +137,7 @@ def run(
         done["seconds"] = time.monotonic() - began
         save(done)
         console.print(f"[{done['seconds']:.0f} s]", markup=False)
-        record.show(record.table(title(finished[-1]), table_rows(finished[-1])))
+        record.show(record.table(cell_title(finished[-1]), arm_rows(finished[-1])))
     return done
 
 

@@ -17,7 +17,7 @@ from pd_integration.bench import peers
 from pd_integration.bench.cells import BLOCK_TOKENS, BUDGET, HOST_BYTES, MAX_NUM_SEQS, Arm, Cell, Source
 from pd_integration.bench.prefill import PrefillClient
 from pd_integration.bench.process import Turns
-from pd_integration.deployment import mooncake
+from pd_integration.deployment import mooncake, offload, together
 
 IDLE_S = 0.0005
 
@@ -59,20 +59,10 @@ def transfer_config(cell: Cell, arm: Arm) -> dict[str, Any]:
     else:
         children = [{"kv_connector": "DecodeBenchConnector", "kv_role": "kv_consumer"}]
     if arm.offload is not None:
-        children.append(
-            {
-                "kv_connector": "RecomputeCPUOffloadConnector",
-                "kv_role": "kv_consumer",
-                "kv_connector_extra_config": {"cpu_bytes_to_use_per_rank": arm.offload},
-            }
-        )
+        children.append(offload(arm.offload))
     if arm.peer is not None:
         children.append(peers.config(arm.peer, HOST_BYTES))
-    return {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_consumer",
-        "kv_connector_extra_config": {"connectors": children},
-    }
+    return together(*children)
 
 
 def engine_arguments(job: Job) -> dict[str, Any]:

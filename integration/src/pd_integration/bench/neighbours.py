@@ -19,9 +19,10 @@ from rich.console import Console
 
 from pd_integration.bench import record
 from pd_integration.bench.cells import ARM_OURS, BLOCK_BYTES, BLOCK_TOKENS, Cell, write_bench_model
-from pd_integration.bench.decode_engine import Job, engine_arguments
+from pd_integration.bench.decode_engine import Job, engine_arguments, stub_copies
 from pd_integration.bench.figures import percentile, ratio
 from pd_integration.bench.process import Task, Turns, take_turns
+from pd_integration.bench.scheduler import preempt
 from pd_integration.families.run import prepare_environment
 
 NEIGHBOURS = 8
@@ -65,11 +66,15 @@ def run(load: Load, turns: Turns) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {"copies": [], "free": []}
     for cycle in range(2 * load.cycles):
         kind = ("copies", "free")[cycle % 2]
-        CpuBackend._copy_blocks = copying if kind == "copies" else lambda self, plan: None  # type: ignore
+        if kind == "copies":
+            CpuBackend._copy_blocks = copying  # type: ignore[method-assign]
+        else:
+            stub_copies()
         for step in range(CYCLE):
             start = time.perf_counter()
             if step < len(victims):
-                preempt(scheduler, victims[step])
+                scheduler.running.remove(victims[step])
+                preempt(scheduler, [victims[step]])
             engine.step()
             if step in BUSY:
                 seconds[kind].append(time.perf_counter() - start)
@@ -80,16 +85,6 @@ def run(load: Load, turns: Turns) -> dict[str, list[float]]:
         else:
             raise RuntimeError("a victim has not come back")
     return seconds
-
-
-def preempt(scheduler: Any, victim: Any) -> None:
-    """What vLLM does to ``victim`` inside schedule() when the KV cache is full."""
-    scheduler.running.remove(victim)
-    scheduler._inside_schedule = True
-    try:
-        scheduler._preempt_request(victim, time.monotonic())
-    finally:
-        scheduler._inside_schedule = False
 
 
 def row(tokens: int, seconds: dict[str, list[float]]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pd_integration.bench import plots, record
-from pd_integration.bench.decode import summary_rows, table_rows, title
+from pd_integration.bench.tables import arm_rows, budget_rows, cell_title, summary_rows
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
@@ -65,7 +65,7 @@ def _decode(data: dict[str, Any]) -> list[str]:
     made = [table("The connector against its bound and against recompute", summary_rows(cells))]
     made += [f"<p>{html.escape(f'{arm} does not run here: {why}')}</p>" for arm, why in data["refused"].items()]
     made += [_figure(plots.arms(cells, *what)) for what in plots.DECODE]
-    return made + [table(title(cell), table_rows(cell)) for cell in cells]
+    return made + [table(cell_title(cell), arm_rows(cell)) for cell in cells]
 
 
 def _scheduler(data: dict[str, Any]) -> list[str]:
@@ -85,8 +85,7 @@ def _scale(data: dict[str, Any]) -> list[str]:
     made.append(_figure(plots.scale(data["models"])))
     for model in data["models"]:
         made.append(table(model["name"], model["runs"]))
-        shares = [{"budget GB per card": gb, "fallbacks": f} for gb, f in model["fallback share by budget"].items()]
-        made.append(table(f"{model['name']}: fallbacks by budget", shares))
+        made.append(table(f"{model['name']}: fallbacks by budget", budget_rows(model)))
     return made
 
 

@@ -34,7 +34,7 @@ class PrefillClient:
         With ``keep`` off nobody will: it only goes into Prefill's prefix cache.
         """
         transfer_id = uuid.uuid4().hex
-        body: dict[str, Any] = {"model": MODEL_NAME, "prompt": token_ids, "max_tokens": 1, "ignore_eos": True}
+        body = bodies.for_prefill({"model": MODEL_NAME, "prompt": token_ids}, chat=False)
         if keep:
             body["kv_transfer_params"] = bodies.kept_params(transfer_id)
         _json(f"{self.url}/v1/completions", body)

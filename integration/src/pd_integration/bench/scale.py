@@ -34,6 +34,7 @@ from offload_connector.connector import RecomputeCPUOffloadConnector
 from offload_connector.metadata import CopyJob, OffloadMetadata, OffloadWorkerMetadata
 from pd_integration.bench import record
 from pd_integration.bench.figures import percentile, ratio
+from pd_integration.bench.tables import budget_rows
 from pd_integration.sim.clock import Clock
 from recompute_scheduler import RecomputeScheduler
 from recompute_scheduler.testing import ScriptedEngine, make_config, make_kv_cache_config
@@ -310,8 +311,7 @@ def main() -> None:
     console.print("A model, not a measurement: see the inputs.", markup=False)
     for one in models:
         record.show(record.table(one["name"], one["runs"]))
-        shares = [{"budget GB per card": gb, "fallbacks": f} for gb, f in one["fallback share by budget"].items()]
-        record.show(record.table(f"{one['name']}: fallbacks by budget", shares))
+        record.show(record.table(f"{one['name']}: fallbacks by budget", budget_rows(one)))
         full = record.cell(one["preemptions a second that fill the link"])
         rate = one["preemptions a second"]
         console.print(

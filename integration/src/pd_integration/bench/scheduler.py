@@ -16,6 +16,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 
 from offload_connector.metadata import OffloadMetadata, OffloadWorkerMetadata
 from pd_integration.bench import record
@@ -74,7 +75,7 @@ def timed_step(made: ScriptedEngine, victims: int = 0) -> float:
     # vLLM lets nobody in during a step that preempts.
     scheduler.set_pause_state(PauseState.PAUSED_NEW if victims else PauseState.UNPAUSED)
     start = time.perf_counter()
-    preempt(scheduler, victims)
+    preempt(scheduler, [scheduler.running.pop() for _ in range(victims)])
     scheduled = scheduler.schedule()
     spent = time.perf_counter() - start
     output = made.run_model(scheduled)
@@ -83,10 +84,10 @@ def timed_step(made: ScriptedEngine, victims: int = 0) -> float:
     return spent + time.perf_counter() - start
 
 
-def preempt(scheduler: Any, victims: int) -> None:
-    """What vLLM does inside schedule() to the last `victims` running requests when the KV cache is full."""
+def preempt(scheduler: Any, victims: Sequence[Request]) -> None:
+    """What vLLM does inside schedule() when the KV cache is full to requests that it has taken out of `running`."""
     scheduler._inside_schedule = True
-    for request in [scheduler.running.pop() for _ in range(victims)]:
+    for request in victims:
         scheduler._preempt_request(request, 0.0)
     scheduler._inside_schedule = False
 
@@ -119,7 +120,7 @@ def victim(blocks: int, rounds: int) -> dict[str, Any]:
         for ours, times in spent.items():
             made = engine(ours, 1, blocks + 16, blocks * BLOCK_SIZE - 8)
             start = time.perf_counter()
-            preempt(made.scheduler, 1)
+            preempt(made.scheduler, [made.scheduler.running.pop()])
             times.append(time.perf_counter() - start)
     # The least of the rounds: whatever else the machine did can only have added to the others.
     plain_ms, ours_ms = (min(times) * 1e3 for times in spent.values())

@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -134,25 +132,17 @@ def main() -> None:
                     arm = "ours" if ours else "vLLM"
                     head = {"requests": kind, "scheduling": scheduling, "pressure": pressure, "arm": arm}
                     rows.append({**head, **asdict(total)})
-    table = Table(title="Steady pressure: fixed traces, summed")
-    columns = (
-        "requests",
-        "scheduling",
-        "pressure",
-        "arm",
-        "preemptions per 1k tokens",
-        "longest wait",
-        "mean wait",
-        "steps",
-    )
-    for column in columns:
-        table.add_column(column, justify="right")
-    for row in rows:
-        per_1k = f"{1000 * row['preemptions'] / row['output_tokens']:.2f}"
-        mean = f"{row['waited'] / max(1, row['waits']):.1f}"
-        cells = (row["requests"], row["scheduling"], row["pressure"], row["arm"])
-        table.add_row(*map(str, cells), per_1k, str(row["longest_wait"]), mean, str(row["steps"]))
-    Console().print(table)
+    shown = [
+        {
+            **{name: str(row[name]) for name in ("requests", "scheduling", "pressure", "arm")},
+            "preemptions per 1k tokens": f"{1000 * row['preemptions'] / row['output_tokens']:.2f}",
+            "longest wait": str(row["longest_wait"]),
+            "mean wait": f"{row['waited'] / max(1, row['waits']):.1f}",
+            "steps": str(row["steps"]),
+        }
+        for row in rows
+    ]
+    record.show(record.table("Steady pressure: fixed traces, summed", shown))
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(rows, indent=1))
 

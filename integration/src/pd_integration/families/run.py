@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pd_integration.deployment import offload
 from pd_integration.families.recipes import Recipe
 from pd_integration.plugin import keep_async_scheduling
 
@@ -82,7 +83,7 @@ def run_arm(recipe: Recipe, arm: Arm, directory: Path, **overrides: Any) -> Outc
     model = recipe.write(directory / "model")
     engine = dict(recipe.engine)
     sampling = {"temperature": 0.0, **engine.pop("sampling", {})}
-    offload = engine.pop("offload", {})
+    options = engine.pop("offload", {})
     arguments: dict[str, Any] = {
         "dtype": "float32",
         "max_model_len": 512,
@@ -98,12 +99,7 @@ def run_arm(recipe: Recipe, arm: Arm, directory: Path, **overrides: Any) -> Outc
     if recipe.speculative is not None:
         arguments["speculative_config"] = recipe.speculative(model, directory)
     if arm.saved:
-        extra = {"cpu_bytes_to_use_per_rank": HOST_BYTES, "verify_restored_blocks": True, **offload}
-        arguments["kv_transfer_config"] = {
-            "kv_connector": "RecomputeCPUOffloadConnector",
-            "kv_role": "kv_consumer",
-            "kv_connector_extra_config": extra,
-        }
+        arguments["kv_transfer_config"] = offload(HOST_BYTES, verify_restored_blocks=True, **options)
         arguments["additional_config"] = {"recompute_scheduler_enable": True}
     arguments.update(overrides)
     arguments = {name: value for name, value in arguments.items() if value is not None}

@@ -101,16 +101,16 @@ class OffloadManager:
     ) -> "OffloadManager":
         """Make the manager of this engine; a model whose groups are not known is refused, with a warning."""
         world_size = vllm_config.parallel_config.world_size
+        aligned = vllm_config.cache_config.mamba_cache_mode == "align"
         try:
             groups = mapper_groups(kv_cache_config)
+            if LOSES_COUNT_OF_DRAFTS and aligned and any(group.speculative_blocks for group in groups):
+                raise UnsupportedGroup(
+                    "before 0.32, vLLM loses count of drafts where prefix caching keeps recurrent states"
+                )
         except UnsupportedGroup as refusal:
             logger.warning("Recompute offload keeps nothing for this model: %s", refusal)
             return cls((), world_size, str(refusal))
-        aligned = vllm_config.cache_config.mamba_cache_mode == "align"
-        if LOSES_COUNT_OF_DRAFTS and aligned and any(group.speculative_blocks for group in groups):
-            refusal = "before 0.32, vLLM loses count of drafts where prefix caching keeps recurrent states"
-            logger.warning("Recompute offload keeps nothing for this model: %s", refusal)
-            return cls((), world_size, refusal)
         hashes = None
         if config.share_prefixes:
             hashes = PrefixHashes(groups, kv_cache_config, hash_block_size(vllm_config, kv_cache_config))

@@ -52,7 +52,6 @@ __all__ = [
     "loads_before_forward",
     "promote",
     "requeue",
-    "spares_in_flight",
     "worker_output",
 ]
 
@@ -117,9 +116,8 @@ def is_in_flight(request: Request) -> bool:
     return bool(getattr(request, "num_in_flight_tokens", request.num_output_placeholders))
 
 
-def spares_in_flight(scheduler: Scheduler) -> bool:
-    """Whether no request is preempted while a step of it is in flight; before 0.32 vLLM does, and keeps that token."""
-    return hasattr(scheduler, "_request_blocks_can_be_freed")
+VICTIMS_MAY_BE_IN_FLIGHT = not hasattr(Scheduler, "_request_blocks_can_be_freed")
+"""With async scheduling, vLLM before 0.32 preempts requests whose last step has not been taken in; some end by it."""
 
 
 def frees_are_deferred(scheduler: Scheduler) -> bool:
@@ -145,10 +143,6 @@ def honour_watermark(scheduler: Scheduler) -> None:
 
     manager.watermark_blocks = 0
     manager.allocate_slots = allocate_slots  # type: ignore[method-assign]
-
-
-VICTIMS_MAY_BE_IN_FLIGHT = not hasattr(Scheduler, "_request_blocks_can_be_freed")
-"""With async scheduling, vLLM before 0.32 preempts requests whose last step has not been taken in; some end by it."""
 
 
 # What a worker's connector does in a step, for tests that stand for the model runner.

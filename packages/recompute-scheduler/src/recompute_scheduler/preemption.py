@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Any
 
 from recompute_scheduler._vllm import (
+    VICTIMS_MAY_BE_IN_FLIGHT,
     Backports,
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -12,7 +13,6 @@ from recompute_scheduler._vllm import (
     RequestStatus,
     honour_watermark,
     init_logger,
-    spares_in_flight,
 )
 from recompute_scheduler.activation import Activation, decide
 from recompute_scheduler.fallback import FALLBACK, STOP_REASON, Fallback
@@ -55,8 +55,7 @@ class RecomputePreemption(Backports):
         for hook in self._hooks:
             if isinstance(hook, HeedsLoadFailurePolicy):
                 # A victim's token outlives it where vLLM keeps it: then the end of a request is not complete either.
-                recompute = self.recompute_kv_load_failures or not spares_in_flight(self)  # type: ignore
-                hook.set_load_failure_policy(recompute)
+                hook.set_load_failure_policy(self.recompute_kv_load_failures or VICTIMS_MAY_BE_IN_FLIGHT)  # type: ignore
         self._fallback = Fallback.from_vllm(self.vllm_config)  # type: ignore[attr-defined]
         honour_watermark(self)  # type: ignore[arg-type]
         manager = self.kv_cache_manager  # type: ignore[attr-defined]

@@ -19,9 +19,13 @@ def blocks_of(runs: np.ndarray) -> set[tuple[int, int]]:
     return {(s + i, d + i) for s, d, n in runs.tolist() for i in range(n)}
 
 
-@given(pairs=pairs_of_blocks, sort_by=st.integers(0, 1))
-def test_runs_hold_the_same_pairs_and_are_as_few_as_can_be(pairs, sort_by) -> None:
-    runs = coalesce(np.array(pairs, np.int64).reshape(-1, 2), sort_by)
+def by_destination(pairs: list[tuple[int, int]]) -> np.ndarray:
+    return np.array(sorted(pairs, key=lambda p: p[1]), np.int64).reshape(-1, 2)
+
+
+@given(pairs=pairs_of_blocks)
+def test_runs_hold_the_same_pairs_and_are_as_few_as_can_be(pairs) -> None:
+    runs = coalesce(by_destination(pairs))
     assert blocks_of(runs) == set(pairs)
     assert runs[:, 2].sum() == len(pairs)
     assert not {(s - 1, d - 1) for s, d, _ in runs.tolist()} & set(pairs)
@@ -29,7 +33,7 @@ def test_runs_hold_the_same_pairs_and_are_as_few_as_can_be(pairs, sort_by) -> No
 
 @given(pairs=pairs_of_blocks, most=st.integers(1, 7))
 def test_split_runs_hold_the_same_pairs(pairs, most) -> None:
-    runs = coalesce(np.array(pairs, np.int64).reshape(-1, 2), 0)
+    runs = coalesce(by_destination(pairs))
     split = split_runs(runs, most)
     assert blocks_of(split) == set(pairs)
     assert split[:, 2].sum() == len(pairs)
@@ -80,6 +84,13 @@ def test_bad_pairs_are_refused_by_name_and_value(planner: Planner, pairs, direct
 
 def test_a_source_may_be_stored_to_two_host_blocks(planner: Planner) -> None:
     assert blocks_of(planner.plan([[5, 1], [5, 2]], Direction.STORE).runs) == {(5, 1), (5, 2)}
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_pairs_are_in_the_order_of_their_destinations_row_by_row(planner: Planner, order) -> None:
+    plan = planner.plan(np.array([[4, 8], [7, 2], [5, 9]], order=order), Direction.STORE)
+    assert plan.pairs.tolist() == [[7, 2], [4, 8], [5, 9]]
+    assert plan.pairs.flags.c_contiguous
 
 
 def test_regions_and_pool_must_belong_together() -> None:

@@ -1,12 +1,14 @@
 /* Copies blocks of many regions in one call, so that a piece costs a few nanoseconds and not an interpreter round.
  *
- * A work item is one run of consecutive blocks in one region; items are numbered region-major:
- * item = region * num_runs + run. Several threads make the same call and share out slices of items among themselves,
- * so that none of them needs the interpreter's lock before all is copied.
+ * A work item is one pair of blocks in one region; items are numbered region-major: item = region * num_pairs + pair.
+ * Several threads make the same call and share out slices of items among themselves,
+ * and one of them waits for the rest here too: no thread needs the interpreter's lock before all is copied.
  */
+#define _POSIX_C_SOURCE 199309L /* clock_gettime, nanosleep */
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 
 typedef struct {
     uint64_t destination; /* address of block 0 */
@@ -17,10 +19,9 @@ typedef struct {
 } block_region;
 
 typedef struct {
-    int64_t source; /* first block */
+    int64_t source;
     int64_t destination;
-    int64_t count; /* consecutive blocks on both sides */
-} block_run;
+} block_pair;
 
 #if defined(__x86_64__)
 #include <emmintrin.h>
@@ -66,6 +67,7 @@ static void stream_copy(char *destination, const char *source, size_t size, cons
     memcpy(destination, source, size);
 }
 static void stream_fence(void) { _mm_sfence(); }
+static void relax(void) { _mm_pause(); }
 #else
 /* Other processors' memcpy is left to decide. */
 static void stream_copy(char *destination, const char *source, size_t size, const char *next_destination,
@@ -76,55 +78,87 @@ static void stream_copy(char *destination, const char *source, size_t size, cons
     memcpy(destination, source, size);
 }
 static void stream_fence(void) {}
+static void relax(void) {}
 #endif
 
 /* Version of the structs and of this signature, checked by the loader. */
-int blockcopy_abi(void) { return 3; }
+int blockcopy_abi(void) { return 4; }
 
-static char *destination_of(const block_region *region, const block_run *run)
+static char *destination_of(const block_region *region, const block_pair *pair)
 {
-    return (char *)(uintptr_t)(region->destination + run->destination * region->destination_stride);
+    return (char *)(uintptr_t)(region->destination + pair->destination * region->destination_stride);
 }
 
-static const char *source_of(const block_region *region, const block_run *run)
+static const char *source_of(const block_region *region, const block_pair *pair)
 {
-    return (const char *)(uintptr_t)(region->source + run->source * region->source_stride);
+    return (const char *)(uintptr_t)(region->source + pair->source * region->source_stride);
 }
 
-static void copy_items(const block_region *regions, const block_run *runs, size_t num_runs, size_t item, size_t end)
+/* How many of at most `most` pairs are blocks that follow each other on both sides. */
+static size_t consecutive(const block_pair *pairs, size_t most)
 {
-    for (; item < end; item++) {
-        const block_region *region = &regions[item / num_runs];
-        const block_run *run = &runs[item % num_runs];
-        size_t following = item + 1 < end ? item + 1 : item;
-        const block_region *next_region = &regions[following / num_runs];
-        const block_run *next_run = &runs[following % num_runs];
-        char *destination = destination_of(region, run);
-        const char *source = source_of(region, run);
-        size_t size = region->block_bytes;
-        int64_t pieces = run->count;
+    size_t count = 1;
+    while (count < most && pairs[count].source == pairs[count - 1].source + 1 &&
+           pairs[count].destination == pairs[count - 1].destination + 1)
+        count++;
+    return count;
+}
+
+static void copy_items(const block_region *regions, const block_pair *pairs, size_t num_pairs, size_t item, size_t end)
+{
+    while (item < end) {
+        const block_region *region = &regions[item / num_pairs];
+        const block_pair *pair = &pairs[item % num_pairs];
+        size_t size = region->block_bytes, count = 1;
         if (region->source_stride == size && region->destination_stride == size) {
-            size *= pieces;
-            pieces = 1;
+            size_t left = num_pairs - item % num_pairs;
+            count = consecutive(pair, left < end - item ? left : end - item);
         }
-        for (; pieces > 0; pieces--) {
-            int last = pieces == 1;
-            char *next_destination = last ? destination_of(next_region, next_run)
-                                          : destination + region->destination_stride;
-            const char *next_source = last ? source_of(next_region, next_run) : source + region->source_stride;
-            stream_copy(destination, source, size, next_destination, next_source);
-            destination = next_destination;
-            source = next_source;
-        }
+        size_t following = item + count < end ? item + count : item;
+        const block_region *next_region = &regions[following / num_pairs];
+        const block_pair *next_pair = &pairs[following % num_pairs];
+        stream_copy(destination_of(region, pair), source_of(region, pair), size * count,
+                    destination_of(next_region, next_pair), source_of(next_region, next_pair));
+        item += count;
     }
 }
 
-/* next_item starts at 0 and is shared by the threads of one job. */
-void blockcopy(const block_region *regions, const block_run *runs, size_t num_runs, size_t num_items, size_t slice,
-               size_t *next_item)
+/* Shared by the threads of one job; starts at 0, 0. */
+typedef struct {
+    size_t next; /* the first item that no thread has taken */
+    size_t done; /* items copied */
+} block_progress;
+
+void blockcopy(const block_region *regions, const block_pair *pairs, size_t num_pairs, size_t num_items, size_t slice,
+               block_progress *progress)
 {
     size_t first;
-    while ((first = __atomic_fetch_add(next_item, slice, __ATOMIC_RELAXED)) < num_items)
-        copy_items(regions, runs, num_runs, first, num_items - first < slice ? num_items : first + slice);
-    stream_fence();
+    while ((first = __atomic_fetch_add(&progress->next, slice, __ATOMIC_RELAXED)) < num_items) {
+        size_t count = num_items - first < slice ? num_items - first : slice;
+        copy_items(regions, pairs, num_pairs, first, first + count);
+        stream_fence();
+        __atomic_fetch_add(&progress->done, count, __ATOMIC_RELEASE);
+    }
+}
+
+static int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * (int64_t)1000000000 + now.tv_nsec;
+}
+
+/* Waits for the slices that other threads have taken. They end about now: to sleep and be woken would take longer than
+ * they do. A thread that the system has suspended gets the processor instead.
+ */
+void blockcopy_wait(const block_progress *progress, size_t num_items)
+{
+    enum { SPIN_NS = 100000, SLEEP_NS = 50000 };
+    int64_t start = now_ns();
+    while (__atomic_load_n(&progress->done, __ATOMIC_ACQUIRE) < num_items) {
+        if (now_ns() - start < SPIN_NS)
+            relax();
+        else
+            nanosleep(&(struct timespec){.tv_nsec = SLEEP_NS}, NULL);
+    }
 }

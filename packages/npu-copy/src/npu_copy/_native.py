@@ -11,14 +11,15 @@ from pathlib import Path
 import numpy as np
 
 from npu_copy._threads import Team
+from npu_copy.plan import coalesce, split_runs
 
 logger = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("_blockcopy.so")
-_ABI = 3
+_ABI = 4
 
-# Copies every run in every region, shared out in slices of so many (region, run) items over a team's threads:
-# (regions uint64 [r, 5], runs int64 [n, 3], items a slice, team). The columns are those of _blockcopy.c.
+# Copies every pair of blocks in every region, shared out in slices of so many (region, pair) items over a team's
+# threads: (regions uint64 [r, 5], pairs int64 [n, 2], items a slice, team). The columns are those of _blockcopy.c.
 BlockCopy = Callable[[np.ndarray, np.ndarray, int, Team], None]
 
 
@@ -44,30 +45,32 @@ def load_block_copy(library: Path = LIBRARY) -> tuple[BlockCopy, str]:
 
 def _native(helper: ctypes.CDLL) -> BlockCopy:
     # CDLL calls release the GIL, so several threads copy at once and the engine's own thread goes on.
-    function = helper.blockcopy
-    function.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_size_t] * 3, ctypes.c_void_p]
-    function.restype = None
+    copy, wait = helper.blockcopy, helper.blockcopy_wait
+    copy.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_size_t] * 3, ctypes.c_void_p]
+    wait.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    copy.restype = wait.restype = None
 
-    def native_blocks(regions: np.ndarray, runs: np.ndarray, per_slice: int, team: Team) -> None:
-        items = len(regions) * len(runs)
-        next_item = ctypes.c_size_t(0)
-        tables = regions.ctypes.data, runs.ctypes.data, len(runs), items, per_slice, ctypes.addressof(next_item)
+    def native_blocks(regions: np.ndarray, pairs: np.ndarray, per_slice: int, team: Team) -> None:
+        items = len(regions) * len(pairs)
+        progress = (ctypes.c_size_t * 2)()
+        # Objects, not addresses: a helper that comes late still reads the progress.
+        arguments = regions.ctypes, pairs.ctypes, len(pairs), items, per_slice, progress
         # One call a thread: taking the GIL for every slice would wait for whatever Python code holds it.
-        team.run(min(team.num_threads, -(-items // per_slice)), lambda _: function(*tables))
+        team.run(min(team.num_threads, -(-items // per_slice)), lambda _: copy(*arguments), wait=False)
+        wait(progress, items)
 
     return native_blocks
 
 
-def memmove_blocks(regions: np.ndarray, runs: np.ndarray, per_slice: int, team: Team) -> None:
+def memmove_blocks(regions: np.ndarray, pairs: np.ndarray, per_slice: int, team: Team) -> None:
     """One ``ctypes.memmove`` a piece: correct everywhere, near memory speed from about 256 KiB a piece."""
-    items = len(regions) * len(runs)
+    runs = split_runs(coalesce(pairs), per_slice)
 
     def copy_slice(i: int) -> None:
-        for item in range(i * per_slice, min(items, (i + 1) * per_slice)):
-            region, run = divmod(item, len(runs))
-            _memmove_run(regions[region].tolist(), runs[run].tolist())
+        region, run = divmod(i, len(runs))
+        _memmove_run(regions[region].tolist(), runs[run].tolist())
 
-    team.run(-(-items // per_slice), copy_slice)
+    team.run(len(regions) * len(runs), copy_slice)
 
 
 def _memmove_run(region: list[int], run: list[int]) -> None:

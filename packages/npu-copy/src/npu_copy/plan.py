@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,19 +16,24 @@ from npu_copy.regions import Region
 Int64Array = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]
 
-# Columns of Plan.regions and Plan.runs, shared with _blockcopy.c.
+# Columns of Plan.regions, shared with _blockcopy.c, and of runs.
 DESTINATION, SOURCE, DESTINATION_STRIDE, SOURCE_STRIDE, BLOCK_BYTES = range(5)
 RUN_SOURCE, RUN_DESTINATION, RUN_COUNT = range(3)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One job's copies: every run of blocks, in every region."""
+    """One job's copies: every pair of blocks, in every region."""
 
     direction: Direction
     regions: UInt64Array  # [num_regions, 5]: destination, source, their strides, block_bytes
-    runs: Int64Array  # [num_runs, 3]: first source block, first destination block, blocks
+    pairs: Int64Array  # [n, 2]: source block, destination block; in the order of the destinations
     nbytes: int
+
+    @functools.cached_property
+    def runs(self) -> Int64Array:
+        """``[num_runs, 3]``: first source block, first destination block, blocks."""
+        return coalesce(self.pairs)
 
     def pieces(self) -> tuple[UInt64Array, UInt64Array, UInt64Array]:
         """Destination addresses, source addresses and sizes of all contiguous copies."""
@@ -79,28 +85,26 @@ class Planner:
             sides.reverse()
         for role, (side, num_blocks), ids in zip(("source", "destination"), sides, pairs.T, strict=True):
             _check_range(ids, num_blocks, f"{role} {side} block")
+        pairs = pairs.take(pairs[:, 1].argsort(), axis=0)
         _check_distinct(pairs[:, 1], f"destination {sides[1][0]} block")
-        runs = coalesce(pairs, sort_by=0 if direction is Direction.STORE else 1)
-        return Plan(direction, self._regions[direction], runs, len(pairs) * self.block_bytes)
+        return Plan(direction, self._regions[direction], pairs, len(pairs) * self.block_bytes)
 
     def null_block_plan(self) -> Plan:
         """A store of the null block, whose content means nothing on either side."""
-        runs = np.array([[0, 0, 1]], np.int64)
-        return Plan(Direction.STORE, self._regions[Direction.STORE], runs, self.block_bytes)
+        pairs = np.zeros((1, 2), np.int64)
+        return Plan(Direction.STORE, self._regions[Direction.STORE], pairs, self.block_bytes)
 
 
-def coalesce(pairs: Int64Array, sort_by: int) -> Int64Array:
-    """Runs ``[num_runs, 3]`` of blocks consecutive on both sides, in the order of column ``sort_by``.
-
-    The order of the pairs means nothing: sources and destinations lie in different memory.
-    """
-    if len(pairs) == 0:
-        return np.empty((0, 3), np.int64)
-    pairs = pairs[np.argsort(pairs[:, sort_by], kind="stable")]
-    breaks = np.flatnonzero((np.diff(pairs, axis=0) != 1).any(axis=1)) + 1
-    starts = np.concatenate(([0], breaks))
-    counts = np.diff(np.concatenate((starts, [len(pairs)])))
-    return np.ascontiguousarray(np.column_stack((pairs[starts], counts)))
+def coalesce(pairs: Int64Array) -> Int64Array:
+    """Runs ``[num_runs, 3]`` of blocks consecutive on both sides, from pairs in the order of their destinations."""
+    bounds = np.ones(len(pairs) + 1, bool)
+    step = pairs[1:] - pairs[:-1]
+    np.logical_or(step[:, 0] != 1, step[:, 1] != 1, out=bounds[1:-1])
+    starts = bounds.nonzero()[0]
+    runs = np.empty((len(starts) - 1, 3), np.int64)
+    runs[:, :RUN_COUNT] = pairs[starts[:-1]]
+    np.subtract(starts[1:], starts[:-1], out=runs[:, RUN_COUNT])
+    return runs
 
 
 def split_runs(runs: Int64Array, most: int) -> Int64Array:
@@ -145,9 +149,8 @@ def _check_range(ids: Int64Array, num_blocks: int, what: str) -> None:
         raise ValueError(f"{what} {bad} is out of range: must be in [1, {num_blocks})")
 
 
-def _check_distinct(ids: Int64Array, what: str) -> None:
-    if len(ids) > 1:
-        ordered = np.sort(ids)
-        twice = np.flatnonzero(ordered[1:] == ordered[:-1])
-        if len(twice):
-            raise ValueError(f"{what} {int(ordered[twice[0]])} appears more than once: each can be written once a job")
+def _check_distinct(ordered: Int64Array, what: str) -> None:
+    twice = ordered[1:] == ordered[:-1]
+    if twice.any():
+        bad = int(ordered[1:][twice][0])
+        raise ValueError(f"{what} {bad} appears more than once: each can be written once a job")

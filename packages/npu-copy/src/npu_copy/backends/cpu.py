@@ -10,14 +10,14 @@ import time
 from npu_copy._native import load_block_copy
 from npu_copy._threads import Team
 from npu_copy.direction import Direction
-from npu_copy.plan import BLOCK_BYTES, Plan, split_runs
+from npu_copy.plan import Plan
 
 logger = logging.getLogger(__name__)
 
 # Bytes a thread takes at a time: from where waking another thread saves more than it costs, to where the cost of taking
 # a slice is lost in the copy.
 _SLICE_BYTES = (256 << 10, 4 << 20)
-_SLICES_A_THREAD = 4
+_SLICES_A_THREAD = 8
 # A copy of host memory that takes longer than this is stuck.
 _SYNC_TIMEOUT_S = 600.0
 
@@ -96,8 +96,6 @@ class CpuBackend:
             return
         least, most = _SLICE_BYTES
         slice_bytes = min(most, max(least, plan.nbytes // (_SLICES_A_THREAD * self._team.num_threads)))
-        largest = int(plan.regions[:, BLOCK_BYTES].max())
-        runs = split_runs(plan.runs, max(1, slice_bytes // largest))
-        items = len(plan.regions) * len(runs)
+        items = len(plan.regions) * len(plan.pairs)
         per_slice = max(1, items * slice_bytes // plan.nbytes)
-        self._copy(plan.regions, runs, per_slice, self._team)
+        self._copy(plan.regions, plan.pairs, per_slice, self._team)

@@ -96,7 +96,7 @@ class Cell:
     prompt: int
     pressure: float
     source: Source = Source.MADE_UP
-    requests: int = 24
+    requests: int = 18
     output: int = 256
 
     def arms(self) -> list[Arm]:
@@ -142,10 +142,10 @@ GRID = tuple(
     cell
     for pressure in (2.0, 1.25, 4.0)
     for cell in (
-        Cell(256, pressure, output=192),
-        Cell(1024, pressure, output=320),
-        Cell(4096, pressure, requests=18, output=320),
+        Cell(256, pressure, output=160),
+        Cell(1024, pressure, output=256),
+        Cell(4096, pressure, requests=16, output=320),
     )
 )
 """Outputs that let a request grow into the room of another, and requests enough for that to happen, in a minute."""
-PD = (Cell(1024, 2.0, Source.PREFILL, output=320),)
+PD = (Cell(1024, 2.0, Source.PREFILL, output=256),)

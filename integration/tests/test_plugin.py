@@ -7,12 +7,14 @@ import pytest
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from pd_integration import plugin
 from pd_integration.plugin import ASYNC_SCHEDULING, STEP_TRACE, register
 from pd_integration.trace import read_trace
 
 
 def config(**flags: bool) -> SimpleNamespace:
-    return SimpleNamespace(scheduler_config=SimpleNamespace(**flags))
+    parallel_config = SimpleNamespace(worker_cls="as it was")
+    return SimpleNamespace(scheduler_config=SimpleNamespace(**flags), parallel_config=parallel_config)
 
 
 @pytest.fixture
@@ -48,6 +50,19 @@ def test_async_scheduling_stays_on_and_the_platforms_check_runs_once(
     platform.check_and_update_config(vllm_config)
     assert vllm_config.scheduler_config.async_scheduling is True
     assert vllm_config.checks == 1
+
+
+@pytest.mark.parametrize(
+    ("can", "worker"), [(True, "as it was"), (False, "pd_integration.async_worker.AsyncCPUWorker")]
+)
+def test_another_worker_runs_only_where_vllms_own_cannot(
+    platform: type[CpuPlatform], monkeypatch: pytest.MonkeyPatch, can: bool, worker: str
+) -> None:
+    monkeypatch.setattr(plugin, "streams_can_wait", lambda: can)
+    plugin.keep_async_scheduling()
+    vllm_config = config(async_scheduling=True)
+    platform.check_and_update_config(vllm_config)
+    assert vllm_config.parallel_config.worker_cls == worker
 
 
 def test_trace_is_written_for_every_scheduler_class(

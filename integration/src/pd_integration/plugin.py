@@ -12,7 +12,9 @@ server ends at the first failed transfer. Without the environment variables belo
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from pathlib import Path
 
 ASYNC_SCHEDULING = "PD_INTEGRATION_ASYNC_SCHEDULING"
 STEP_TRACE = "PD_INTEGRATION_STEP_TRACE"
@@ -45,6 +47,14 @@ def keep_async_scheduling() -> None:
     def check_and_update_config(cls: type[CpuPlatform], vllm_config: VllmConfig) -> None:
         check(cls, vllm_config)
         vllm_config.scheduler_config.async_scheduling = True
+        if not streams_can_wait():
+            vllm_config.parallel_config.worker_cls = "pd_integration.async_worker.AsyncCPUWorker"
 
     check_and_update_config.keeps_async_scheduling = True  # type: ignore[attr-defined]
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)  # type: ignore
+
+
+def streams_can_wait() -> bool:
+    """Whether the CPU model runner's stand-in for a stream has all that async scheduling calls; vLLM 0.23's has not."""
+    spec = importlib.util.find_spec("vllm.v1.worker.cpu_model_runner")
+    return spec is not None and spec.origin is not None and "wait_stream" in Path(spec.origin).read_text("utf-8")

@@ -1,5 +1,7 @@
 """The connector between vLLM's real scheduler and real bytes."""
 
+from collections import Counter
+
 import pytest
 from vllm.v1.request import RequestStatus
 
@@ -56,6 +58,12 @@ def assert_empty(engine):
     assert usage.free == usage.total
 
 
+def all_restored(figures, mode):
+    """Whether every saved request came back; some end by the token that was in flight when they were preempted."""
+    ended = figures["preempted_offloaded"] - figures["preempted_restored"]
+    return ended == 0 or (ended > 0 and VICTIMS_MAY_BE_IN_FLIGHT and mode == "async")
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_preempted_requests_go_on_at_their_exact_token(make_engine, ranks, mode):
     engine = make_engine(TIGHT, ranks=ranks)
@@ -64,8 +72,7 @@ def test_preempted_requests_go_on_at_their_exact_token(make_engine, ranks, mode)
     engine.run()
     figures = counters(engine)
     assert figures["preempted_offloaded"] >= 3
-    ended = figures["preempted_offloaded"] - figures["preempted_restored"]
-    assert ended == 0 or (VICTIMS_MAY_BE_IN_FLIGHT and mode == "async")
+    assert all_restored(figures, mode)
     assert "fallback" not in figures
     assert recomputed_tokens(engine) == prompts
     assert engine.worker.reads > 0
@@ -213,14 +220,14 @@ def test_nothing_is_handed_out_in_a_step_without_preemption(make_engine):
     assert {name: value for name, value in counters(engine).items() if value} == gauges
 
 
-def test_logs_of_one_preemption(make_engine, caplog_vllm):
+def test_logs_of_one_preemption(make_engine, mode, caplog_vllm):
     engine = make_engine(TIGHT)
     load(engine)
     engine.run()
     load(engine)
     lines = [record.getMessage() for record in caplog_vllm.records]
     names = {
-        start: sorted(line.removeprefix(start).split(":")[0] for line in lines if line.startswith(start))
+        start: Counter(line.removeprefix(start).split(":")[0] for line in lines if line.startswith(start))
         for start in (
             "Recompute preemption offload enabled for request ",
             "Created recompute offload state for request ",
@@ -229,7 +236,9 @@ def test_logs_of_one_preemption(make_engine, caplog_vllm):
     }
     enabled, created, prepared = names.values()
     assert enabled
-    assert enabled == created == prepared
+    assert enabled == created
+    assert prepared <= created
+    assert all_restored({"preempted_offloaded": created.total(), "preempted_restored": prepared.total()}, mode)
 
 
 def test_a_scheduler_that_never_asks_to_keep_anything_is_told_of_once(make_engine, mode, monkeypatch, caplog_vllm):

@@ -10,12 +10,22 @@ from vllm.v1.request import RequestStatus
 from npu_copy import CopyResult, Direction
 from offload_connector import worker as worker_module
 from offload_connector.within_step import LOAD_WITHIN_STEP_BYTES
+from recompute_scheduler.testing import VICTIMS_MAY_BE_IN_FLIGHT
 
 
 @pytest.fixture
 def loads_behind(monkeypatch):
     """Every load runs behind its step."""
     monkeypatch.setattr("offload_connector.within_step.LOAD_WITHIN_STEP_BYTES", 0)
+
+
+def runs_within(mode, policy):
+    """Whether small loads run within their step here: a failed one can be taken back.
+
+    With overlapping steps a token may have been computed on top of it: that can be dropped with its request, but not
+    computed again; and vLLM before 0.32 puts it out where the request is preempted meanwhile.
+    """
+    return mode == "sync" or (policy == "fail" and not VICTIMS_MAY_BE_IN_FLIGHT)
 
 
 def failing(engine, direction, every=2, rank=0):
@@ -105,7 +115,7 @@ def report_late(engine):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_policy_fail_ends_the_request_before_a_token_of_the_failed_load_goes_out(make_engine, late):
+def test_policy_fail_ends_the_request_before_a_token_of_the_failed_load_goes_out(make_engine, mode, late):
     engine = make_engine(TIGHT, policy="fail")
     failed = failing(engine, Direction.LOAD)
     loads = note_loads(engine)
@@ -117,7 +127,8 @@ def test_policy_fail_ends_the_request_before_a_token_of_the_failed_load_goes_out
         within += engine.step().kv_connector_metadata.load_now is not None
     engine.run()
     errors = [name for name, end in engine.ends.items() if end.finish_reason is FinishReason.ERROR]
-    assert within > len(failed) > 0
+    assert failed
+    assert within > len(failed) if runs_within(mode, "fail") else within == 0
     assert errors
     assert all(len(engine.outputs[name]) == loads[name][-1] for name in errors)
     assert all(len(tokens) == 40 for name, tokens in engine.outputs.items() if name not in errors)
@@ -146,9 +157,8 @@ def kinds_of_loads(engine):
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_overlapping_steps_load_within_the_step_only_if_a_failure_ends_the_request(make_engine, mode, policy):
-    """A token may have been computed on top of the failed one already: it can be dropped, but not computed again."""
-    behind = mode == "async" and policy == "recompute"
-    assert kinds_of_loads(make_engine(TIGHT, policy=policy)) == {"load_behind" if behind else "load_now"}
+    kind = "load_now" if runs_within(mode, policy) else "load_behind"
+    assert kinds_of_loads(make_engine(TIGHT, policy=policy)) == {kind}
 
 
 def test_a_scheduler_that_may_preempt_a_request_in_flight_counts_as_one_that_recomputes(make_engine, mode, monkeypatch):
@@ -203,15 +213,17 @@ def test_large_loads_run_behind_the_step(make_engine, loads_behind):
     assert len(behind) == counters(engine)["preempted_restored"]
 
 
-def test_small_loads_run_within_the_step(make_engine):
+def test_small_loads_run_within_the_step(make_engine, mode):
     assert LOAD_WITHIN_STEP_BYTES > 0
+    kinds = ["load_now", "load_behind"] if runs_within(mode, "fail") else ["load_behind", "load_now"]
     engine = make_engine(14, policy="fail")
     load(engine)
     loaded = 0
     while engine.scheduler.has_requests():
         meta = engine.step().kv_connector_metadata
-        assert meta.load_behind is None
-        loaded += len(meta.load_now.pairs) if meta.load_now is not None else 0
+        job, other = (getattr(meta, kind) for kind in kinds)
+        assert other is None
+        loaded += len(job.pairs) if job is not None else 0
     assert loaded == counters(engine)["blocks_loaded"] > 0
     assert counters(engine)["preempted_restored"] >= 2
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from test_connector import TIGHT, assert_empty, counters, note_victims, recomputed_tokens
 from vllm.lora.request import LoRARequest
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 OUTPUT = 40
 
@@ -53,8 +54,8 @@ def test_prompt_logprobs_are_left_to_vllm_and_that_is_said_once(make_engine, cap
     assert len([r for r in caplog_vllm.records if "log-probabilities of its prompt" in r.getMessage()]) == 1
 
 
-class CountingGrammar:
-    """In place of a compiled grammar: it only counts what it is given."""
+class NotingGrammar(StructuredOutputGrammar):
+    """In place of a compiled grammar: it allows everything and notes what it is given."""
 
     def __init__(self):
         self.accepted = []
@@ -63,16 +64,25 @@ class CountingGrammar:
         self.accepted += tokens
         return True
 
+    def validate_tokens(self, tokens):
+        return tokens
+
     def is_terminated(self):
         return False
 
-    def validate_tokens(self, tokens):
-        return tokens
+    def rollback(self, num_tokens):
+        raise AssertionError("nothing is speculated here")
+
+    def fill_bitmask(self, bitmask, batch_index):
+        raise AssertionError("no bitmask is asked for here")
+
+    def reset(self):
+        self.accepted.clear()
 
 
 def test_a_grammar_takes_in_every_token_once(make_engine):
     engine = make_engine(TIGHT)
-    grammars = [CountingGrammar() for _ in range(6)]
+    grammars = [NotingGrammar() for _ in range(6)]
 
     def prepare(request, index):
         request.structured_output_request = SimpleNamespace(

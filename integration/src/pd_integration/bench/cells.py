@@ -148,4 +148,4 @@ GRID = tuple(
     )
 )
 """Outputs that let a request grow into the room of another, and requests enough for that to happen, in a minute."""
-PD = (Cell(1024, 2.0, Source.PREFILL, output=256),)
+PD = (Cell(1024, 2.0, Source.PREFILL, requests=24, output=320),)

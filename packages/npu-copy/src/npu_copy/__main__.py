@@ -14,22 +14,37 @@ import numpy as np
 import torch
 
 from npu_copy import CopyEngine, Direction, HostPool, InsufficientHostMemory, __version__, _numa, find_regions
-from npu_copy.host_memory import host_limits
+from npu_copy.host_memory import check_host_memory, host_limits
 
 GIB = 1 << 30
 BUDGET_S = 5.0
 PIECES = (8 << 10, 64 << 10, 256 << 10, 1 << 20)
 
 
-def best_device() -> torch.device:
-    """The first NPU or CUDA device, else the CPU."""
+def devices() -> list[torch.device]:
+    """What this machine can copy from, the fastest kind first."""
+    found = []
     if importlib.util.find_spec("torch_npu"):
         npu = importlib.import_module("torch_npu").npu
-        if npu.is_available():
-            return torch.device("npu", npu.current_device())
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+        found += [torch.device("npu", i) for i in range(npu.device_count())] if npu.is_available() else []
+    found += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    return [*found, torch.device("cpu")]
+
+
+def choose(name: str | None) -> torch.device:
+    """The device of this name, or the first there is.
+
+    Raises:
+        ValueError: this machine has none of that name.
+    """
+    here = devices()
+    if name is None:
+        return here[0]
+    wanted = f"{name}:0" if name in ("npu", "cuda") else name
+    for device in here:
+        if str(device) == wanted:
+            return device
+    raise ValueError(f"--device {name}: this machine has {', '.join(map(str, here))}")
 
 
 def print_machine(device: torch.device) -> None:
@@ -88,10 +103,14 @@ def main() -> None:
     if args.mib < 0:
         parser.error(f"--mib must not be negative, got {args.mib}")
     logging.basicConfig(format="%(message)s")
-    device = torch.device(args.device) if args.device else best_device()
+    try:
+        device = choose(args.device)
+    except ValueError as error:
+        parser.error(str(error))
     print_machine(device)
     if args.mib:
         try:
+            check_host_memory((args.mib << 20) * (2 if device.type == "cpu" else 1))
             print_bandwidth(device, args.mib << 20)
         except InsufficientHostMemory as error:
             raise SystemExit(f"no bandwidth table: {error}") from error

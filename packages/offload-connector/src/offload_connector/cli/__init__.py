@@ -6,6 +6,7 @@ It needs neither vLLM nor torch, but for the look at the host's memory, which is
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +14,8 @@ from offload_connector import __version__
 from offload_connector.cli import check, plan
 
 USAGE = 2
+PIPE_CLOSED = 141
+"""What a shell reports for a command that SIGPIPE ended."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -33,7 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 0 ok, 1 findings, 2 wrong usage."""
     args = make_parser().parse_args(argv)
     try:
-        return args.run(args)
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Whoever read has seen enough. Python flushes once more when it exits; that must not fail too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
     except ValueError as error:
         print(f"offload-connector: {error}", file=sys.stderr)
         return USAGE

@@ -92,6 +92,8 @@ def _text(option: str | None) -> str | None:
         return Path(option[1:]).read_text()
     except OSError as error:
         raise ValueError(f"cannot read {option[1:]}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"cannot read {option[1:]}: it is not text, which JSON is") from error
 
 
 def host_findings(per_rank: int, cards: int, device: str, root: Path = Path("/")) -> list[Finding]:

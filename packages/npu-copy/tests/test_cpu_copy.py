@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import npu_copy
 from npu_copy import CopyEngine, Direction, HostPool, _native, find_regions
+from npu_copy._threads import Team
 from npu_copy.backends import cpu
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
@@ -230,6 +231,35 @@ def test_an_incompatible_helper_is_not_used(
     copy, name = _native.load_block_copy(compile_c(source))
     assert (copy, name) == (_native.memmove_blocks, "memmove")
     assert "ABI 0, not 4" in caplog.text
+
+
+@pytest.mark.parametrize("offset", [0, 1, 40])
+def test_pieces_of_every_size_are_copied_whole(copy_loop: str, offset: int) -> None:
+    """Around multiples of lines and pages, from and to any address; nothing beyond a piece is touched."""
+    copy, _ = cpu.load_block_copy()
+    team, noise = Team(1), np.random.default_rng(0).integers(1, 255, 40_000, dtype=np.uint8)
+    around = [multiple + more for multiple in (64, 512, *range(4096, 32768, 1024)) for more in (-1, 0, 1, 63)]
+    for size in (1, *around):
+        written = np.zeros(size + 200, np.uint8)
+        region = np.array([[written.ctypes.data + offset, noise.ctypes.data + 7, 1, 1, size]], np.uint64)
+        copy(region, np.zeros((1, 2), np.int64), 1, team)
+        assert written[offset : offset + size].tobytes() == noise[7 : 7 + size].tobytes(), size
+        assert not written[:offset].any(), size
+        assert not written[offset + size :].any(), size
+
+
+@given(block_bytes=st.sampled_from([3, 640, 1024, 4096, 5000]), blocks=st.integers(1, 40), data=st.data())
+def test_runs_of_blocks_are_copied_whole(helper: Path, block_bytes: int, blocks: int, data: st.DataObject) -> None:
+    copy, _ = _native.load_block_copy(helper)
+    source = np.random.default_rng(0).integers(1, 255, (60, block_bytes), dtype=np.uint8)
+    written = np.zeros((60, block_bytes), np.uint8)
+    start = data.draw(st.integers(0, 60 - blocks)), data.draw(st.integers(0, 60 - blocks))
+    pairs = np.arange(blocks)[:, None] + np.array(start)
+    region = np.array([[written.ctypes.data, source.ctypes.data, block_bytes, block_bytes, block_bytes]], np.uint64)
+    copy(region, pairs, data.draw(st.integers(1, 50)), Team(1))
+    expected = np.zeros_like(written)
+    expected[pairs[:, 1]] = source[pairs[:, 0]]
+    assert (written == expected).all()
 
 
 def test_the_caller_waits_for_slices_that_another_thread_still_copies(helper: Path) -> None:

@@ -28,14 +28,16 @@ typedef struct {
 
 enum { PAGE = 4096, LINE = 64, SMALL = 512 };
 
-/* Copies `bytes` of each of so many neighbouring pages, a line of each in turn, by stores that bypass the cache: a plain
- * store first reads the line it overwrites, which costs a third of the memory traffic. Reads what comes `ahead` into the
- * cache meanwhile, for the processor's own prefetcher loses its way at the end of every page. A prefetch cannot fault.
+/* Copies `bytes` from the start of each of so many neighbouring pages, a line of each in turn, by stores that bypass the
+ * cache: a plain store first reads the line it overwrites, which costs a third of the memory traffic. Reads what comes
+ * `ahead` into the cache meanwhile, for the processor's own prefetcher loses its way at the end of every page. A prefetch
+ * cannot fault. One page may be longer than a page.
  */
 static void stream_pages(char *destination, const char *source, size_t pages, size_t bytes, const char *ahead)
 {
     for (size_t line = 0; line < bytes; line += LINE) {
-        for (size_t at = line; at < pages * PAGE; at += PAGE) {
+        for (size_t page = 0; page < pages; page++) {
+            size_t at = page * PAGE + line;
             const __m128i *from = (const __m128i *)(source + at);
             __m128i *to = (__m128i *)(destination + at);
             __m128i v[LINE / sizeof(__m128i)];

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from byte_ranks import ByteRanks
 from test_connector import TIGHT, assert_empty, counters, load, manager
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
@@ -96,13 +97,15 @@ def note_loads(engine):
 
 
 def report_late(engine):
-    """Each load is still under way when the forward has been launched: nobody may take its word before its end."""
-    copies = engine.worker.connectors[0].worker._engine
+    """A load within its step is still under way when the forward has been launched: nobody may take its word before its
+    end."""
+    worker = engine.worker.connectors[0].worker
+    copies = worker._engine
     poll, wait, waited, late = copies.poll, copies.wait, set(), []
 
     def poll_late():
         late.extend(poll())
-        told = [result for result in late if result.direction is Direction.STORE or result.job in waited]
+        told = [result for result in late if result.job in waited or result.job not in worker._loads_within]
         late[:] = [result for result in late if result not in told]
         return told
 
@@ -285,11 +288,14 @@ def test_an_unknown_kind_of_group_warns_and_leaves_the_fallback(mode):
     original = groups.FullAttentionSpec
     groups.FullAttentionSpec = type("Nothing", (), {})
     try:
-        engine = ScriptedEngine(SCHEDULERS[mode], config, kv_cache_config)
+        workers = ByteRanks(config, kv_cache_config)
+        engine = ScriptedEngine(SCHEDULERS[mode], config, kv_cache_config, workers)
     finally:
         groups.FullAttentionSpec = original
+    workers.scheduler = engine.scheduler
     load(engine)
     engine.run()
+    workers.shutdown()
     assert counters(engine)["fallback"] >= 1
 
 

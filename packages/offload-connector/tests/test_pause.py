@@ -8,7 +8,6 @@ from test_connector import TIGHT, all_restored, assert_empty, counters, load, ma
 from vllm.v1.core.sched.interface import PauseState
 
 from block_mapper import State
-from npu_copy import Direction
 
 STATES = (State.STORING, State.RESTORABLE, State.LOADING)
 
@@ -23,14 +22,14 @@ def run_until(engine, state):
     raise AssertionError(f"no request is ever {state}")
 
 
-def report_stores_late(engine):
-    """A store is still under way at the end of its step, as on an accelerator."""
+def report_late(engine):
+    """A copy is still under way at the end of its step, as on an accelerator."""
     copies = engine.worker.connectors[0].worker._engine
     poll, late = copies.poll, []
 
     def poll_late():
         due = late.copy()
-        late[:] = [result for result in poll() if result.direction is Direction.STORE or due.append(result)]
+        late[:] = poll()
         return due
 
     copies.poll = poll_late
@@ -55,7 +54,7 @@ def paused(request, make_engine, monkeypatch):
     """An engine that came to rest when a request was in one of the states of a saved one."""
     monkeypatch.setattr("offload_connector.within_step.LOAD_WITHIN_STEP_BYTES", 0)
     engine = make_engine(TIGHT)
-    report_stores_late(engine)
+    report_late(engine)
     load(engine, requests=8)
     run_until(engine, request.param)
     quiesce(engine)

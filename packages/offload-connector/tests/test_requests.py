@@ -86,7 +86,10 @@ def test_a_grammar_takes_in_every_token_once(make_engine):
 
     def prepare(request, index):
         request.structured_output_request = SimpleNamespace(
-            grammar=grammars[index], structured_output_key=("json", "{}"), reasoning_ended=True
+            grammar=grammars[index],
+            structured_output_key=("json", "{}"),
+            reasoning_ended=True,
+            reasoning_end_token_index=None,
         )
 
     engine.scheduler.structured_output_manager.should_advance = lambda request, **_: True

@@ -121,6 +121,14 @@ def test_a_failed_load_behind_the_step_is_told_by_block_where_vllm_asks_for_bloc
     assert worker.take_failed_blocks() == (set(behind.pairs[:, 1].tolist()) if by_block else set())
 
 
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_worker_reports_every_step_where_the_schedulers_figures_wait_for_it(make_engine, follow, monkeypatch):
+    monkeypatch.setattr(worker_module, "FIGURES_FOLLOW_THE_WORKERS", follow)
+    worker = make_engine(TIGHT).worker.connectors[0]
+    worker.get_kv_connector_stats()
+    assert [worker.get_kv_connector_stats() is not None for _ in range(2)] == [follow, follow]
+
+
 def test_the_stride_of_a_block_in_vllms_own_allocation():
     fields = {field.name for field in dataclasses.fields(KVCacheTensor)}
     if "layers" in fields:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pd_integration.bench import plots, record
-from pd_integration.bench.tables import arm_rows, budget_rows, cell_title, summary_rows
+from pd_integration.bench.tables import arm_rows, budget_rows, cell_title, summary_rows, thrash_rows
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
@@ -76,6 +76,10 @@ def _scheduler(data: dict[str, Any]) -> list[str]:
     ]
 
 
+def _thrash(data: dict[str, Any]) -> list[str]:
+    return [table("Steady pressure on vLLM's scheduler and on ours: fixed traces, in steps", thrash_rows(data["rows"]))]
+
+
 def _neighbours(data: dict[str, Any]) -> list[str]:
     return [_figure(plots.neighbours(data["rows"])), table("Inter-token latency of the neighbours", data["rows"])]
 
@@ -106,7 +110,14 @@ def _copy(data: dict[str, Any]) -> list[str]:
     return [_figure(plots.copies(data["copies"])), table("Copies", rows)]
 
 
-SECTIONS = {"decode": _decode, "neighbours": _neighbours, "scheduler": _scheduler, "scale": _scale, "copy": _copy}
+SECTIONS = {
+    "decode": _decode,
+    "neighbours": _neighbours,
+    "scheduler": _scheduler,
+    "thrash": _thrash,
+    "scale": _scale,
+    "copy": _copy,
+}
 
 
 def main() -> None:

@@ -53,3 +53,17 @@ def summary_rows(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def budget_rows(model: dict[str, Any]) -> list[dict[str, Any]]:
     """Fallbacks by budget of one model of the scale model."""
     return [{"budget GB per card": gb, "fallbacks": share} for gb, share in model["fallback share by budget"].items()]
+
+
+def thrash_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Preemptions and waits under steady pressure, in vLLM's scheduler and in ours; waits in steps."""
+    return [
+        {
+            **{name: str(row[name]) for name in ("requests", "scheduling", "pressure", "arm")},
+            "preemptions per 1k tokens": 1000 * row["preemptions"] / row["output_tokens"],
+            "longest wait": row["longest_wait"],
+            "mean wait": row["waited"] / max(1, row["waits"]),
+            "steps": row["steps"],
+        }
+        for row in rows
+    ]

@@ -5,7 +5,6 @@ machine. A request waits from its preemption to its next token.
 """
 
 import argparse
-import json
 import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from pd_integration.bench import record
 from pd_integration.bench.scheduler import TRANSFER, StandInWorkers
+from pd_integration.bench.tables import thrash_rows
 from recompute_scheduler import AsyncRecomputeScheduler, RecomputeScheduler
 from recompute_scheduler.testing import BLOCK_SIZE, ScriptedEngine, make_config, make_kv_cache_config
 
@@ -116,7 +116,7 @@ def run(trace: Trace, pressure: float, asynchronous: bool, ours: bool) -> Figure
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("reports/bench-thrash.json"))
+    parser.add_argument("--reports", type=Path, default=record.REPORTS)
     options = parser.parse_args()
     record.log_errors_only()
     rows: list[dict[str, Any]] = []
@@ -132,19 +132,8 @@ def main() -> None:
                     arm = "ours" if ours else "vLLM"
                     head = {"requests": kind, "scheduling": scheduling, "pressure": pressure, "arm": arm}
                     rows.append({**head, **asdict(total)})
-    shown = [
-        {
-            **{name: str(row[name]) for name in ("requests", "scheduling", "pressure", "arm")},
-            "preemptions per 1k tokens": f"{1000 * row['preemptions'] / row['output_tokens']:.2f}",
-            "longest wait": str(row["longest_wait"]),
-            "mean wait": f"{row['waited'] / max(1, row['waits']):.1f}",
-            "steps": str(row["steps"]),
-        }
-        for row in rows
-    ]
-    record.show(record.table("Steady pressure: fixed traces, summed", shown))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(rows, indent=1))
+    record.show(record.table("Steady pressure: fixed traces, summed", thrash_rows(rows)))
+    print(f"wrote {record.write('thrash', {'rows': rows}, options.reports)}")
 
 
 if __name__ == "__main__":

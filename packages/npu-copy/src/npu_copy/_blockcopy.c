@@ -31,7 +31,7 @@ enum { PAGE = 4096, LINE = 64, SMALL = 512 };
 /* Copies `bytes` from the start of each of so many neighbouring pages, a line of each in turn, by stores that bypass the
  * cache: a plain store first reads the line it overwrites, which costs a third of the memory traffic. Reads what comes
  * `ahead` into the cache meanwhile, for the processor's own prefetcher loses its way at the end of every page. A prefetch
- * cannot fault. One page may be longer than a page.
+ * cannot fault. Of a single page `bytes` may be more than a page has.
  */
 static void stream_pages(char *destination, const char *source, size_t pages, size_t bytes, const char *ahead)
 {

@@ -68,11 +68,15 @@ that nobody holds may be among what it takes: two groups then share a block."""
 LOSES_COUNT_OF_DRAFTS = not hasattr(kv_cache_interface, "get_mamba_prefill_checkpoint_position")
 """vLLM 0.28 lets a step end at a block boundary among the drafts, for models whose recurrent states are kept there."""
 
+FIGURES_FOLLOW_THE_WORKERS = not hasattr(KVConnectorBase_V1, "has_pending_push_work")
+"""vLLM 0.23 asks the scheduler's side for figures only in steps for which a worker had some."""
+
 MEDIUM_CPU = "CPU"
 """Where an event's block lies; vLLM has the name since 0.28, and the same value."""
 
 __all__ = [
     "FAILED_LOADS_BY_BLOCK",
+    "FIGURES_FOLLOW_THE_WORKERS",
     "HITS_MAY_BE_TAKEN",
     "LOSES_COUNT_OF_DRAFTS",
     "MEDIUM_CPU",

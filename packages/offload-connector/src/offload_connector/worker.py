@@ -3,7 +3,13 @@
 import torch
 
 from npu_copy import CopyEngine, CopyResult, Direction, HostPool, UnsupportedLayout, find_regions
-from offload_connector._vllm import FAILED_LOADS_BY_BLOCK, KVCacheConfig, block_strides, init_logger
+from offload_connector._vllm import (
+    FAILED_LOADS_BY_BLOCK,
+    FIGURES_FOLLOW_THE_WORKERS,
+    KVCacheConfig,
+    block_strides,
+    init_logger,
+)
 from offload_connector.block_dims import block_dims
 from offload_connector.checksums import BlockChecksums
 from offload_connector.config import PER_RANK, OffloadConfig
@@ -163,8 +169,8 @@ class OffloadWorker:
         return report if report.ranks or report.done else None
 
     def take_stats(self) -> OffloadStats | None:
-        """Return what was counted since the last call, or None when nothing happened."""
-        if self._stats.is_empty():
+        """Return what was counted since the last call; None when nothing happened, where vLLM can take that."""
+        if self._stats.is_empty() and not FIGURES_FOLLOW_THE_WORKERS:
             return None
         stats, self._stats = self._stats, OffloadStats()
         return stats

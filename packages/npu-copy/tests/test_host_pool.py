@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -128,3 +129,23 @@ def test_bad_arguments_are_refused(arguments: dict, message: str) -> None:
         HostPool.allocate(regions_of(64), **arguments)
     with pytest.raises(ValueError, match="regions is empty"):
         HostPool.allocate([], 5)
+
+
+def test_memory_is_given_back_when_no_helper_is_at_it_any_more() -> None:
+    """A copy whose caller was interrupted leaves its helper behind."""
+    pool = HostPool.allocate(regions_of(64), 6, threads=2)
+    both, leave = threading.Barrier(2), threading.Event()
+
+    def work(_: int) -> None:
+        both.wait(10)
+        if threading.current_thread() is not threading.main_thread():
+            leave.wait(10)
+
+    pool.team.run(2, work, wait=False)
+    closing = threading.Thread(target=pool.close)
+    closing.start()
+    closing.join(0.05)
+    assert not pool.closed
+    leave.set()
+    closing.join(10)
+    assert pool.closed

@@ -96,6 +96,7 @@ class HostPool:
 
     def close(self) -> None:
         """Give the memory back. No copy may be running. A second call does nothing."""
+        # First: where an interrupt has ended a copy's caller, a helper may still be at it.
+        self.team.close()
         while self._buffers:
             self._buffers.pop().close()
-        self.team.close()

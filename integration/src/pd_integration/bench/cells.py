@@ -144,7 +144,7 @@ GRID = tuple(
     for cell in (
         Cell(256, pressure, output=160),
         Cell(1024, pressure, output=256),
-        Cell(4096, pressure, requests=16, output=320),
+        Cell(4096, pressure, output=320),
     )
 )
 """Outputs that let a request grow into the room of another, and requests enough for that to happen, in a minute."""

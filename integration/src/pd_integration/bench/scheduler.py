@@ -47,7 +47,8 @@ class StandInWorkers:
         for job in (metadata.store, metadata.load_now, metadata.load_behind):
             if job is not None:
                 report.done[job.job] = 1
-        return KVConnectorOutput(kv_connector_worker_meta=report)
+        arrived = metadata.load_behind.requests if metadata.load_behind is not None else ()
+        return KVConnectorOutput(finished_recving=set(arrived) or None, kv_connector_worker_meta=report)
 
 
 def engine(ours: bool, requests: int, num_blocks: int, prompt: int) -> ScriptedEngine:

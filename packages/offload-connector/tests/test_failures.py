@@ -97,8 +97,7 @@ def note_loads(engine):
 
 
 def report_late(engine):
-    """A load within its step is still under way when the forward has been launched: nobody may take its word before its
-    end."""
+    """A load within its step is under way when the forward is launched: nobody may take its word before its end."""
     worker = engine.worker.connectors[0].worker
     copies = worker._engine
     poll, wait, waited, late = copies.poll, copies.wait, set(), []

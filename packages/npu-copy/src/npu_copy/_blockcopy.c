@@ -1,8 +1,8 @@
 /* Copies blocks of many regions in one call, so that a piece costs a few nanoseconds and not an interpreter round.
  *
  * A work item is one pair of blocks in one region; items are numbered region-major: item = region * num_pairs + pair.
- * Several threads make the same call and share out slices of items among themselves,
- * and one of them waits for the rest here too: no thread needs the interpreter's lock before all is copied.
+ * Several threads make the same call and share out slices of items among themselves, and one of them waits for the rest
+ * here too: no thread needs the interpreter's lock before all is copied.
  */
 #define _POSIX_C_SOURCE 199309L /* clock_gettime, nanosleep */
 #include <stddef.h>

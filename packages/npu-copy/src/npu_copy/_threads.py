@@ -44,7 +44,7 @@ class Team:
                 work(i)
 
         helpers = min(self.num_threads, num_slices) - 1
-        if helpers:
+        if helpers > 0:
             self._keep_off_this_cpu()
         futures = [self._executor.submit(take) for _ in range(helpers)] if self._executor else []
         try:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pd_integration.deployment import offload
+from pd_integration.families import batch_invariant
 from pd_integration.families.recipes import Recipe
 from pd_integration.plugin import keep_async_scheduling
 
@@ -80,6 +81,8 @@ def run_arm(recipe: Recipe, arm: Arm, directory: Path, **overrides: Any) -> Outc
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    if recipe.batch_invariant:
+        batch_invariant.install()
     model = recipe.write(directory / "model")
     engine = dict(recipe.engine)
     sampling = {"temperature": 0.0, **engine.pop("sampling", {})}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pd_integration.families.attention import SHAPE, build
-from pd_integration.families.recurrent import qwen3_next_config
+from pd_integration.families.recurrent import build_qwen3_next
 from pd_integration.models import family, write_model, write_tokenizer
 
 if TYPE_CHECKING:
@@ -86,9 +86,7 @@ def write_mimo(directory: Path, seed: int = 0) -> Path:
 @family("qwen3-next-with-draft")
 def qwen3_next_with_draft(seed: int) -> PreTrainedModel:
     """The target of `write_qwen3_next_mtp` with one layer more, which becomes the draft layer."""
-    import torch
-
-    return build(qwen3_next_config(5, 2), seed, torch.bfloat16)
+    return build_qwen3_next(5, 2, seed)
 
 
 def write_qwen3_next_mtp(directory: Path, seed: int = 0) -> Path:

@@ -18,6 +18,7 @@ from recompute_scheduler.activation import Activation, decide
 from recompute_scheduler.fallback import FALLBACK, STOP_REASON, Fallback
 from recompute_scheduler.headroom import Headroom
 from recompute_scheduler.hook import HOOK, HeedsLoadFailurePolicy, PreemptionHook, find_hooks
+from recompute_scheduler.left_out import may_lose_its_state
 from recompute_scheduler.standstill import is_at_standstill, resolve, take_all_blocks
 
 logger = init_logger("vllm.recompute_scheduler")
@@ -56,6 +57,12 @@ class RecomputePreemption(Backports):
             if isinstance(hook, HeedsLoadFailurePolicy):
                 # A victim's token outlives it where vLLM keeps it: then the end of a request is not complete either.
                 hook.set_load_failure_policy(self.recompute_kv_load_failures or VICTIMS_MAY_BE_IN_FLIGHT)  # type: ignore
+        if may_lose_its_state(self):  # type: ignore[arg-type]
+            logger.warning(
+                "With asynchronous scheduling vLLM may leave running requests out of a step when the KV cache is full. "
+                "This model has recurrent states and decodes speculatively: such requests go on from another state and "
+                "put out other tokens. Start vLLM with --no-async-scheduling."
+            )
         self._fallback = Fallback.from_vllm(self.vllm_config)  # type: ignore[attr-defined]
         honour_watermark(self)  # type: ignore[arg-type]
         manager = self.kv_cache_manager  # type: ignore[attr-defined]

@@ -1,5 +1,8 @@
 """Linear layers of the families in bfloat16."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from vllm.model_executor.layers import utils
@@ -40,3 +43,9 @@ def test_weights_that_are_no_matrix_are_left_to_vllm(layer):
     convolution = torch.nn.Conv1d(8, 8, 4, groups=8)
     utils.dispatch_cpu_unquantized_gemm(convolution, remove_weight=False)
     assert not hasattr(convolution, "cpu_linear")
+
+
+def test_torch_is_loaded_after_the_environment_is_prepared():
+    """torch settles how many threads it computes with when it is loaded."""
+    code = "import sys, pd_integration.families.run; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)

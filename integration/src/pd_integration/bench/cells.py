@@ -27,13 +27,13 @@ BLOCK_BYTES = BLOCK_TOKENS * LAYERS * 2 * KV_HEADS * HEAD_SIZE * FLOAT32_BYTES
 
 @family(MODEL)
 def bench_llama(seed: int) -> PreTrainedModel:
-    """23 million parameters; one KV head for all of attention, 3 KiB of KV a token."""
+    """21 million parameters; one KV head for all of attention, 3 KiB of KV a token."""
     return llama_model(
         seed,
         hidden_size=512,
         intermediate_size=2048,
         num_hidden_layers=LAYERS,
-        num_attention_heads=8,
+        num_attention_heads=4,
         num_key_value_heads=KV_HEADS,
         head_dim=HEAD_SIZE,
         max_position_embeddings=8192,
@@ -118,6 +118,11 @@ class Cell:
         """The token ids of every prompt."""
         draw = random.Random(WORKLOAD_SEED + 1)
         return [[draw.randrange(len(SPECIAL_TOKENS), 256) for _ in range(prompt)] for prompt, _ in self.lengths()]
+
+    @property
+    def threads(self) -> int:
+        """Threads that the engine computes with: on two cores, one is left to a Prefill server."""
+        return 1 if self.source is Source.PREFILL else 2
 
     @property
     def longest(self) -> int:

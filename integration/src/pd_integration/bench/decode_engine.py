@@ -93,8 +93,10 @@ def engine_arguments(job: Job) -> dict[str, Any]:
 
 def run(job: Job, turns: Turns) -> Outcome:
     """Start the engine and drive the cell's requests through it, in turn with the cell's other arms."""
+    import torch
     from vllm import LLM
 
+    torch.set_num_threads(job.cell.threads)
     if job.arm.free_copies:
         stub_copies()
     step_trace.install(str(job.trace))

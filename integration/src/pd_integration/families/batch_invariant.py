@@ -8,9 +8,10 @@ all KV comes back as it was.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 def install() -> None:
@@ -38,6 +39,8 @@ class _RowByRow:
         self._weight = weight.detach().float()
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        import torch
+
         rows = x.reshape(-1, x.shape[-1]).float()
         product = torch.stack([torch.mv(self._weight, row) for row in rows])
         if bias is not None:

@@ -1,8 +1,18 @@
-"""Command-line options of the suite, here so that `pytest integration --platform ...` knows them."""
+"""Command-line options of the suite, here so that `pytest integration --platform ...` knows them, and hatch.toml."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tomllib
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def hatch_envs() -> dict[str, Any]:
+    """The environments of hatch.toml by name."""
+    return tomllib.loads((ROOT / "hatch.toml").read_text())["envs"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,9 +2,11 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-import tomllib
+
+from pd_integration.bench.__main__ import PARTS
 
 ROOT = Path(__file__).parents[2]
 PLACES = ("*.md", "docs/**/*.md", "packages/**/*.md", "packages/**/*.py", "integration/**/*.md", "integration/**/*.py")
@@ -12,8 +14,8 @@ FILES = [path for place in PLACES for path in ROOT.glob(place) if path != Path(_
 COMMAND = re.compile(r"hatch run ([a-z0-9-]+)(?::([a-z0-9-]+))?")
 
 
-def commands() -> set[tuple[str, str | None]]:
-    """(script, None) and (environment, script): to hatch, what stands before a colon is an environment."""
+def commands() -> set[tuple[str, str]]:
+    """(script, "") and (environment, script): to hatch, what stands before a colon is an environment."""
     return {match for path in FILES for match in COMMAND.findall(path.read_text(encoding="utf-8"))}
 
 
@@ -22,14 +24,10 @@ def test_there_are_commands() -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), sorted(commands() - {("python", "")}))
-def test_command_is_there(first: str, second: str) -> None:
-    envs = tomllib.loads((ROOT / "hatch.toml").read_text())["envs"]
+def test_command_is_there(first: str, second: str, hatch_envs: dict[str, Any]) -> None:
     environment, script = (first, second) if second else ("default", first)
-    assert script in envs[environment]["scripts"]
+    assert script in hatch_envs[environment]["scripts"]
 
 
-def test_every_part_of_the_benchmarks_can_be_run_alone() -> None:
-    from pd_integration.bench.__main__ import PARTS
-
-    envs = tomllib.loads((ROOT / "hatch.toml").read_text())["envs"]
-    assert {"copy", *PARTS} == envs["bench"]["scripts"].keys()
+def test_every_part_of_the_benchmarks_can_be_run_alone(hatch_envs: dict[str, Any]) -> None:
+    assert {"copy", *PARTS} == hatch_envs["bench"]["scripts"].keys()

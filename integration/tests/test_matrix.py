@@ -2,15 +2,13 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-import tomllib
 
 from pd_integration import matrix
 from pd_integration.matrix import ENVIRONMENTS, PARTS, Outcome, run_part, table
 from pd_integration.matrix.install import needed
-
-ROOT = Path(__file__).parents[2]
 
 
 def fake_hatch(tmp_path: Path, body: str) -> list[str]:
@@ -19,12 +17,11 @@ def fake_hatch(tmp_path: Path, body: str) -> list[str]:
     return [sys.executable, str(script)]
 
 
-def test_every_environment_and_script_is_in_hatch_toml() -> None:
-    envs = tomllib.loads((ROOT / "hatch.toml").read_text())["envs"]
-    made = {"default", *(f"vllm.{row}" for axis in envs["vllm"]["matrix"] for row in axis["version"])}
+def test_every_environment_and_script_is_in_hatch_toml(hatch_envs: dict[str, Any]) -> None:
+    made = {"default", *(f"vllm.{row}" for axis in hatch_envs["vllm"]["matrix"] for row in axis["version"])}
     assert set(ENVIRONMENTS.values()) <= made
     for env in ("default", "vllm"):
-        assert {*PARTS, "prepare"} <= set(envs[env]["scripts"])
+        assert {*PARTS, "prepare"} <= set(hatch_envs[env]["scripts"])
 
 
 @pytest.mark.parametrize(("code", "ok"), [(0, True), (3, False)])

@@ -22,7 +22,6 @@ class Recipe:
         async_scheduling: whether vLLM runs it with async scheduling.
         exact: whether plain vLLM gives the same tokens whatever else is in the batch. Where it does not, restored KV is
             compared byte by byte alone.
-        batch_invariant: whether its linear layers are made to give a token the same result in any batch.
         process_per_arm: whether vLLM can make such an engine only once in a process.
         prompt: characters, that is tokens, of each prompt.
         adapter: writes a LoRA adapter into a directory, for a model; every second request is made with it.
@@ -34,7 +33,6 @@ class Recipe:
     engine: dict[str, Any] = field(default_factory=dict)
     async_scheduling: bool = True
     exact: bool = True
-    batch_invariant: bool = False
     process_per_arm: bool = False
     prompt: int = 75
     adapter: Callable[[Path, Path], Path] | None = None
@@ -101,10 +99,8 @@ RECIPES: dict[str, Recipe] = {
     "gemma3 (6 groups)": Recipe(130, "gemma3"),
     "falcon-h1 (Mamba2)": Recipe(30, "falcon-h1", engine=HYBRID),
     "granite-hybrid (Mamba2)": Recipe(40, "granite-hybrid", engine=HYBRID),
-    "qwen3-next (GDN)": Recipe(30, "qwen3-next", engine=BF16, batch_invariant=True),
-    "qwen3-next, prefix caching": Recipe(
-        40, "qwen3-next", engine={**BF16, "enable_prefix_caching": True}, batch_invariant=True
-    ),
+    "qwen3-next (GDN)": Recipe(30, "qwen3-next", engine=BF16),
+    "qwen3-next, prefix caching": Recipe(40, "qwen3-next", engine={**BF16, "enable_prefix_caching": True}),
     "deepseek-v2 (MLA)": Recipe(60, "deepseek-v2", engine={"block_size": 16}, exact=False),
     "llama, n-gram": Recipe(48, speculative=lambda model, _: NGRAM, async_scheduling=False, process_per_arm=True),
     "llama, draft model": Recipe(
@@ -113,10 +109,6 @@ RECIPES: dict[str, Recipe] = {
     "llama, EAGLE": Recipe(48, speculative=_eagle),
     "mimo (MTP)": Recipe(48, _mimo, speculative=lambda *_: {"method": "mtp", "num_speculative_tokens": 1}),
     "qwen3-next (MTP)": Recipe(
-        60,
-        _qwen3_next_mtp,
-        lambda *_: {"method": "mtp", "num_speculative_tokens": 2},
-        engine=BF16,
-        batch_invariant=True,
+        60, _qwen3_next_mtp, lambda *_: {"method": "mtp", "num_speculative_tokens": 2}, engine=BF16
     ),
 }

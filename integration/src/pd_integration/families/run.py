@@ -81,8 +81,6 @@ def run_arm(recipe: Recipe, arm: Arm, directory: Path, **overrides: Any) -> Outc
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    if recipe.batch_invariant:
-        batch_invariant.install()
     model = recipe.write(directory / "model")
     engine = dict(recipe.engine)
     sampling = {"temperature": 0.0, **engine.pop("sampling", {})}
@@ -106,6 +104,8 @@ def run_arm(recipe: Recipe, arm: Arm, directory: Path, **overrides: Any) -> Outc
         arguments["additional_config"] = {"recompute_scheduler_enable": True}
     arguments.update(overrides)
     arguments = {name: value for name, value in arguments.items() if value is not None}
+    if arguments["dtype"] == "bfloat16":
+        batch_invariant.install()
 
     with _scheduling(arm.async_scheduling):
         llm = LLM(str(model), **arguments)
